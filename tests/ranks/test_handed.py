@@ -1,13 +1,16 @@
-"""What a step hands to collectives and messages, against its plan: every call, by operation, group and bytes."""
+"""What steps and evaluations hand to collectives and messages, against their plan: every call, by operation, group and
+bytes."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from evaluation_calls import evaluation_calls
 from handed import Handed, text
 from harness import Case, Result, Trained
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
+from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.recipe.load import load_recipe
@@ -18,7 +21,7 @@ from strategies import NARROW_SUMS
 from test_grid import BY_STAGE, QUANTIZED, every, every_zero
 from test_grid import COVERING as GRIDS
 
-FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=0", "checkpoint.every=3")
+FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=3", "checkpoint.every=3")
 REDUCTIONS = ("all_to_all", "reduce_scatter")
 
 
@@ -32,23 +35,37 @@ def cases(found: list[object]) -> list[Case]:
     return [one if isinstance(one, Case) else one.values[0] for one in found]  # type: ignore[attr-defined]
 
 
+def plan_of(case: Case, result: Result) -> Plan:
+    """Return the plan of a run."""
+    facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
+    return make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+
+
+def name_of(op: str, ranks: tuple[int, ...], size: int) -> str:
+    """Return the text by which a planned call is counted."""
+    return f"send {size}" if op == "send" else text("reduce" if op in REDUCTIONS else op, ranks, size)
+
+
 def planned(case: Case, result: Result, rank: int, step: int) -> Handed:
     """Return the calls that a rank's plan has for a step."""
-    facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
-    plan = make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
+    plan = plan_of(case, result)
     found: Counter[str] = Counter()
     calls = StepCalls(plan, rank, programs_of(plan)(rank))
     every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
     for call in (one for group in every for one in group):
-        op, size = call.traffic.op, call.traffic.size
-        name = "reduce" if op in REDUCTIONS else op
-        found[f"send {size}" if op == "send" else text(name, call.ranks, size)] += call.times
+        found[name_of(call.traffic.op, call.ranks, call.traffic.size)] += call.times
     return found
 
 
+def planned_evaluation(case: Case, result: Result, rank: int, parts: list[list[int]]) -> Handed:
+    """Return the calls that a rank's plan has for an evaluation."""
+    plan = plan_of(case, result)
+    calls = evaluation_calls(plan, rank, programs_of(plan)(rank), parts)
+    return Counter(name_of(op, ranks, size) for op, ranks, size in calls)
+
+
 def check(case: Case, trained: Trained) -> None:
-    """Compare every rank's calls with its plan, in every step but the first, whose count also has the update of the
-    initial weights."""
+    """Compare every rank's calls with its plan, in every step and in the evaluations before and after them."""
     result = trained(case)
     # The run's own counters leave out the sums of TP-replicated gradients and of scalars.
     end = read_metrics(result.folder / "metrics.jsonl")[-1]
@@ -56,8 +73,14 @@ def check(case: Case, trained: Trained) -> None:
     assert end["planned"]["memory_bytes"] > 0 < end["measured"]["memory_bytes"]
     for rank, steps in enumerate(result.notes("handed")):
         assert len(steps) == 3
-        for step, found in enumerate(steps[1:], 2):
+        for step, found in enumerate(steps, 1):
             expected = planned(case, result, rank, step)
+            assert expected
+            assert dict(found) == dict(expected)
+    for rank, evaluations in enumerate(result.notes("evaluated")):
+        assert len(evaluations) == 2
+        for parts, found in evaluations:
+            expected = planned_evaluation(case, result, rank, parts)
             assert expected
             assert dict(found) == dict(expected)
 

@@ -13,6 +13,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.volume_traffic import volume_traffic
 from llmtrain.recipe.load import load_recipe
+from llmtrain.telemetry.metrics import read_metrics
 
 # Norms that clipping cuts in some steps and not in others, and buckets of which each unit has several.
 CLIP = 0.63
@@ -159,12 +160,18 @@ MOVED = {
         accumulation=4,
     ),
     "pipeline": Case(8, (*ALL_IN_FILES, "zero.stage=2"), accumulation=4, tensor=2, pipeline=2),
+    "half stepped before the norm is known": Case(
+        2,
+        ("offload.optimizer=nvme", TWO_PATHS, "offload.bucket=2048", "offload.spare=0.5", "optimizer.clip=0"),
+        accumulation=4,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MOVED)
 def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
-    """A step reads from and writes to each volume the planned bytes, counted where they are handed to the kernel."""
+    """A step reads from and writes to each volume the planned bytes, counted where they are handed to the kernel. The
+    run says both at its end."""
     case = MOVED[name]
     result = trained(case)
     facts = Facts(world=case.world, device="cpu", ranks_per_node=case.node or case.world)
@@ -180,3 +187,6 @@ def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
                     counts[0],
                     counts[1],
                 ]
+    end = read_metrics(result.folder / "metrics.jsonl")[-1]
+    assert end["planned"]["moved_bytes"]["read_bytes"] > 0
+    assert end["planned"]["moved_bytes"] == end["measured"]["moved_bytes"]

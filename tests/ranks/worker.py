@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ from llmtrain.training.build import build
 from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
 
+Evaluated = tuple[list[list[int]], Handed]
+"""An evaluation: the sequences of each microbatch of each part, and its calls."""
+
 # Seconds for the other ranks to end after one has failed.
 GRACE = 20
 # Seconds that a job may take per case.
@@ -59,10 +62,12 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
         notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)  # type: ignore[assignment]
     calls: list[Handed] = []
+    evaluated: list[Evaluated] = []
     if case["handed"]:
         loop.train_step = handing(calls, loop.train_step)  # type: ignore[assignment]
+        loop.evaluate = handing_evaluation(evaluated)
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
-    noted = notes | {"handed": calls, "high_water": high_water.noted()}
+    noted = notes | {"handed": calls, "evaluated": evaluated, "high_water": high_water.noted()}
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
@@ -108,6 +113,29 @@ def handing(calls: list[Handed], step: Callable[..., bool]) -> Callable[..., boo
             run.engine.weights.updates.finish()
         calls.append(found)
         return stopping
+
+    return handed_over
+
+
+def handing_evaluation(found: list[Evaluated], evaluate: Callable[[Run], bool] = loop.evaluate) -> Callable[..., bool]:
+    """Return `evaluate` that records what it hands to collectives and messages, and the sequences of each microbatch of
+    each part."""
+
+    def handed_over(run: Run) -> bool:
+        passes, parts = run.executor.evaluate, list[list[int]]()
+
+        def noted(rows: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+            parts.append([len(one) for one in rows])
+            return passes(rows)
+
+        run.executor.evaluate = noted  # type: ignore[method-assign]
+        # What the step before has left is not of the evaluation.
+        run.engine.weights.updates.finish()
+        with handed() as calls:
+            finished = evaluate(run)
+        run.executor.evaluate = passes  # type: ignore[method-assign]
+        found.append((parts, calls))
+        return finished
 
     return handed_over
 

@@ -61,7 +61,8 @@ class RandomPlans:
             f"model.tie_embeddings={choose(('true', 'false'))}",
             "train.microbatch=1",
             f"train.global_batch={data * self._random.randrange(1, 10)}",
-            f"precision.compute={choose(('fp32', 'bf16'))}",
+            f"precision.compute={choose(('fp32', 'bf16', 'fp16'))}",
+            f"precision.gradients={choose(('fp32', 'fp32', 'compute'))}",
             f"parallel.tensor={tensor}",
             f"parallel.pipeline={pipeline}",
             f"parallel.sequence={'true' if tensor > 1 and choose((True, False)) else 'false'}",
@@ -69,6 +70,7 @@ class RandomPlans:
             f"activation_checkpointing={choose(('none', 'none', 'full', 'auto', '{every: 2}', '{every: 3}'))}",
             f"zero.hierarchical={choose(('auto', 'false'))}",
             *self._zero(data),
+            *(self._offload() if choose((True, False, False)) else []),
         ]
         if pipeline > 1:
             keys += [f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}"]
@@ -97,6 +99,25 @@ class RandomPlans:
             if choose((True, False, False)):
                 keys.append(f"quantize.{name}={packed}")
         return [*keys, f"quantize.block={choose((32, 64, 256))}"]
+
+    def _offload(self) -> list[str]:
+        """Return keys for what rests outside of the memory that computes."""
+        choose = self._random.choice
+        rests = {name: choose(("none", "host", "nvme")) for name in ("optimizer", "parameters", "activations")}
+        keys = [
+            *(f"offload.{name}={tier}" for name, tier in rests.items()),
+            f"offload.gradients={choose(('auto', 'none', 'host', 'nvme'))}",
+            f"offload.bucket={choose(('auto', 1024, 4096))}",
+            f"offload.overlap={choose(('auto', 1, 8))}",
+        ]
+        if rests["optimizer"] != "none":
+            keys += [
+                f"offload.step={choose(('host', 'device'))}",
+                f"offload.share={choose(('auto', 0, 0.3, 1))}",
+                f"offload.spare={choose(('auto', 0, 0.5, 1))}",
+            ]
+        in_files = any(key.endswith("=nvme") for key in keys)
+        return [*keys, "offload.paths=[.]"] if in_files else keys
 
     def _resident(self, plan: Plan) -> int:
         """Return a budget for gathered weights between the least that suffices and more than all of them."""

@@ -122,14 +122,35 @@ def test_one_sequence_or_one_head(family: str, compute: str) -> None:
         check(plan, plan.pipeline.stages[0][0])
 
 
+def check_large(recipe: dict[str, Any], degree: int = 1, **sections: Any) -> None:
+    """Check a model with more than 64 MB of saved tensors, with odd sizes and the matrix products of another
+    library."""
+    plan = plan_of(recipe, degree, **sections)
+    layout = plan.pipeline.stages[0][0]
+    assert stage_activations(plan, layout) + recomputed_peak(plan, layout) > 64e6
+    check(plan, layout)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_large(family: str) -> None:
-    """More than 64 MB, with odd sizes and the matrix products of another library."""
     recipe = recipe_of(family, hidden=396, ffn=1100, vocab=5003)
     recipe["data"]["sequence_length"] = 301
-    plan = plan_of(recipe, 1)
-    assert stage_activations(plan, plan.pipeline.stages[0][0]) > 64e6
-    check(plan, plan.pipeline.stages[0][0])
+    check_large(recipe)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recompute", ["none", "every 2", "full"])
+@pytest.mark.parametrize("tensor", TENSOR)
+@pytest.mark.parametrize("compute", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_in_every_way(family: str, compute: str, tensor: str, recompute: str) -> None:
+    degree, sequence = TENSOR[tensor]
+    recipe = recipe_of(family, hidden=396, ffn=1100, vocab=5003, dropout=0.1 if recompute == "none" else 0.0)
+    recipe["data"]["sequence_length"] = 300 + (tensor == "alone")
+    recipe["train"] = {"global_batch": 23, "microbatch": 23}
+    parallel, kept = {"tensor": degree, "sequence": sequence}, RECOMPUTE[recompute]
+    check_large(recipe, degree, precision={"compute": compute}, parallel=parallel, activation_checkpointing=kept)
 
 
 def test_a_stage_knows_its_units() -> None:

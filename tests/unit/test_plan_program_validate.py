@@ -323,6 +323,7 @@ def test_shipped_recipes_are_valid(name: str) -> None:
 
 def check_random(folder: Path, seed: int, count: int) -> None:
     plans, schedules, shapes = RandomPlans(folder, seed), set[str](), set[tuple[bool, ...]]()
+    computes, rests = set[str](), set[tuple[int, str]]()
     for number in range(count):
         keys, plan = plans.next()
         programs = step_programs(plan)
@@ -333,8 +334,13 @@ def check_random(folder: Path, seed: int, count: int) -> None:
         assert evaluation_problems(plan) == [], keys
         degrees = next(iter(plan.sharding.placements.values())).degrees
         schedules.add(plan.pipeline.name)
+        computes.add(plan.compute)
+        offload = plan.sharding.offload
+        rests.update(enumerate((offload.tier, offload.parameters, offload.gradients, plan.activation_offload.tier)))
         shapes.add((degrees.weights > 1, degrees.gradients > 1, degrees.optimizer > 1, degrees.secondary > 0))
     assert schedules == set(SCHEDULES)
+    assert computes == {"fp32", "bf16", "fp16"}
+    assert len(rests) == 12, "four kinds of data, and each of them on the device, on the host and in files"
     assert len(shapes) == 5, "ZeRO 0 to 3, and 3 with a secondary copy"
     assert plans.refused < count
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from math import exp, inf, nan
@@ -46,6 +46,7 @@ class MainLogger:
         # Of the last step; empty before the first one of this start.
         self._comm_bytes: Row = {}
         self._save_held = 0.0
+        self._offload: Mapping[str, Any] | None = None
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
         self._tokens = tokens
@@ -114,6 +115,8 @@ class MainLogger:
         if not is_logged(self._plan, record.step):
             return
         row = self._row(record, sent)
+        # Only the rows of logged steps have all of what their step moved.
+        self._offload = record.offload
         self._window.clear()
         self._write(row)
         self.console.logged(row, left)
@@ -236,7 +239,10 @@ class MainLogger:
             "skipped_steps": self._skipped,
             "planned": run["planned"],
             "measured": measured_figures(
-                memory_bytes(self._about.device, self._about.model_state_bytes), self._comm_bytes, self._save_held
+                memory_bytes(self._about.device, self._about.model_state_bytes),
+                self._comm_bytes,
+                self._save_held,
+                self._offload,
             ),
         }
 

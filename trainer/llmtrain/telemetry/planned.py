@@ -2,18 +2,22 @@
 here."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from llmtrain_data import units
 
+from llmtrain.plan.link_traffic import link_traffic
 from llmtrain.plan.memory_budget import role_memory
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
 from llmtrain.plan.roles import roles
 from llmtrain.plan.save_hold import save_hold
 from llmtrain.plan.simulated_step import rank_computation
+from llmtrain.plan.volume_traffic import volume_traffic
 from llmtrain.telemetry.metrics import Row
 
 _NOT_COUNTED = ("replicated", "scalars")
@@ -22,10 +26,21 @@ _NOT_COUNTED = ("replicated", "scalars")
 _NOT_TENSORS = ("context", "communicators", "fragmentation")
 """Memory of a GPU that torch's allocator does not count."""
 
+_MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "read_bytes": "read from volumes",
+        "written_bytes": "written to volumes",
+        "to_host_bytes": "copied to the host",
+        "to_device_bytes": "copied to the device",
+    }
+)
+"""Words for the ways in which offloaded states and activations move."""
+
 
 def planned_figures(plan: Plan) -> Row:
     """Return what is planned for rank 0, which logs the run: memory_bytes, and comm_bytes of a step as `CommMeter` has
-    them. On a GPU the memory is that of tensors, on a CPU that of the process. With offloaded optimizer states also
+    them. On a GPU the memory is that of tensors, on a CPU that of the process. With offload also moved_bytes of a step
+    that is applied: from and to volumes, and between a GPU and its host. With offloaded optimizer states also
     save_held_s, for which a checkpoint holds up the optimizer; None if not known."""
     programs = programs_of(plan)(0)
     memory = role_memory(plan, roles(plan)[0], programs).device
@@ -38,17 +53,49 @@ def planned_figures(plan: Plan) -> Row:
         "memory_bytes": sum(count for name, count in memory.items() if name not in left_out),
         "comm_bytes": {group: dict(ops) for group, ops in counted.items()},
     }
+    if moved := _planned_moves(plan, programs):
+        found["moved_bytes"] = moved
     computation = rank_computation(plan, 0)
     save = save_hold(plan, roles(plan)[0], None if computation is None else computation.seconds)
     return {**found, "save_held_s": save.held} if save is not None and save.waits else found
 
 
-def measured_figures(memory: object, comm_bytes: object, save_held: float = 0.0) -> Row:
+def _planned_moves(plan: Plan, programs: Programs) -> dict[str, int]:
+    """Return the bytes that rank 0 moves in a step, by way; without the ways in which it moves nothing."""
+    volumes = volume_traffic(plan, 0, programs).values()
+    read, written = _sums(both for moved in volumes for both in moved.values())
+    down, up = _sums(link_traffic(plan, 0, programs).values())
+    return {way: size for way, size in zip(_MOVED, (read, written, down, up), strict=True) if size}
+
+
+def _sums(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    held = list(pairs)
+    return sum(first for first, _ in held), sum(second for _, second in held)
+
+
+def measured_figures(
+    memory: object, comm_bytes: object, save_held: float = 0.0, offload: Mapping[str, Any] | None = None
+) -> Row:
     """Return the measured values of what `planned_figures` plans. memory: as `memory_bytes` returns it. comm_bytes:
-    bytes of the collectives of the last step. save_held: the most seconds for which a checkpoint held up a step."""
+    bytes of the collectives of the last step. save_held: the most seconds for which a checkpoint held up a step.
+    offload: of the last logged step, as its row has it."""
     peaks = _numbers(memory)
     peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
-    return {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}
+    found = {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}
+    moved = {way: _moved(offload, way) for way in _MOVED}
+    return (
+        {**found, "moved_bytes": {way: size for way, size in moved.items() if size}} if any(moved.values()) else found
+    )
+
+
+def _moved(offload: object, way: str) -> float:
+    """Return the bytes that model states and activations moved in one way. offload: of a step's row."""
+    rows = offload if isinstance(offload, dict) else {}
+    total = 0.0
+    for row in (rows, rows.get("activations")):
+        size = row.get(way) if isinstance(row, dict) else None
+        total += sum(_numbers(size).values()) if isinstance(size, dict) else _numbers({way: size}).get(way, 0)
+    return total
 
 
 def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[str, str, str]]:
@@ -60,6 +107,10 @@ def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[st
     handed = [dict(_operations(side.get("comm_bytes"))) for side in sides]
     for name in dict.fromkeys([*handed[0], *handed[1]]):
         yield name, units.size_or_dash(handed[0].get(name)), units.size_or_dash(handed[1].get(name))
+    moved = [_numbers(side.get("moved_bytes")) for side in sides]
+    for way, name in _MOVED.items():
+        if any(way in side for side in moved):
+            yield name, units.size_or_dash(moved[0].get(way)), units.size_or_dash(moved[1].get(way))
     # Without offload nothing is planned, as no step waits.
     if "save_held_s" in sides[0]:
         held = [_numbers(side).get("save_held_s") for side in sides]

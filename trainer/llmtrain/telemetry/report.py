@@ -170,7 +170,9 @@ def _planned(run: Row, rows: list[Row]) -> list[tuple[str, ...]]:
         found = planned_and_measured(last.get("planned"), last["measured"])
     else:
         step = [row for row in rows if "event" not in row][-1]
-        measured = measured_figures(step.get("memory_bytes"), step.get("comm_bytes"))
+        measured = measured_figures(
+            step.get("memory_bytes"), step.get("comm_bytes"), offload=_mapping(step.get("offload"))
+        )
         found = planned_and_measured(run.get("planned"), measured) if "planned" in run else iter(())
     return [("", "planned", "measured"), *found]
 

@@ -39,7 +39,7 @@ class TensorCalls:
         if kind is Kind.F:
             yield from self.forward(layout)
             if layout.closes:
-                yield from self._loss(True)
+                yield from self.loss(trains=True)
         elif kind is Kind.B:
             yield from self._recomputed(blocks, len(layout.groups))
             yield from self._gathers(2 * blocks)
@@ -58,6 +58,25 @@ class TensorCalls:
         yield from self._reductions(1 if layout.opens else 0)
         yield from self._gathers(2 * blocks)
         yield from self._reductions(2 * blocks)
+
+    def loss(self, trains: bool) -> Iterator[Sized]:
+        """Yield the collectives of the output projection and the loss, chunk by chunk of tokens.
+
+        trains: whether the gradient of its input is computed too; an evaluation has none.
+        """
+        plan, tensor = self.plan, self.plan.grid.degree(Axis.TENSOR)
+        shares = tensor if plan.sequence_parallel else 1
+        own = plan.batch.microbatch * plan.batch.sequence_length // shares
+        step = max(1, chunk_rows(plan.device, -(-plan.model.vocab // tensor)) // shares)
+        for first in range(0, own, step):
+            rows = min(step, own - first) * shares
+            activation = rows * plan.model.hidden * plan.compute_bytes
+            if plan.sequence_parallel:
+                yield "all_gather", activation
+            # Each rank's largest logit, its sum of exponentials and the target's logit, in fp32.
+            yield "all_gather", 3 * 4 * rows * tensor
+            if trains:
+                yield self._reduction, activation
 
     @property
     def _activation(self) -> int:
@@ -83,19 +102,3 @@ class TensorCalls:
             return
         yield from self._gathers(2 * blocks)
         yield from self._reductions(2 * blocks - (0 if self.plan.model.dropout else groups))
-
-    def _loss(self, trains: bool) -> Iterator[Sized]:
-        """Yield the collectives of the output projection and the loss, chunk by chunk of tokens."""
-        plan, tensor = self.plan, self.plan.grid.degree(Axis.TENSOR)
-        shares = tensor if plan.sequence_parallel else 1
-        own = plan.batch.microbatch * plan.batch.sequence_length // shares
-        step = max(1, chunk_rows(plan.device, -(-plan.model.vocab // tensor)) // shares)
-        for first in range(0, own, step):
-            rows = min(step, own - first) * shares
-            activation = rows * plan.model.hidden * plan.compute_bytes
-            if plan.sequence_parallel:
-                yield "all_gather", activation
-            # Each rank's largest logit, its sum of exponentials and the target's logit, in fp32.
-            yield "all_gather", 3 * 4 * rows * tensor
-            if trains:
-                yield self._reduction, activation
