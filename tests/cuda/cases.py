@@ -41,6 +41,7 @@ BUCKETS = "offload.bucket=4096"
 HOST, ON_DEVICE = ("offload.optimizer=host", "optimizer.clip=1.0e6", BUCKETS), "offload.step=device"
 WEIGHTS, GRADIENTS = ("offload.parameters=host", BUCKETS), "offload.gradients=host"
 FILES, AHEAD = "offload.paths=[.]", "optimizer.clip=1.0e6"
+BREADTH = "pipeline.schedule=breadth-first"
 BORDERS = (RECOMPUTED, "offload.activations=host")
 
 SHARDING = {
@@ -87,6 +88,11 @@ PARALLEL = {
     "1f1b, stage 2, tensor": Case(8, (_stage(2), SEQUENCE), pipeline=2, tensor=2),
     "interleaved": Case(2, ("pipeline.schedule=interleaved", "model.layers=4"), pipeline=2),
     "interleaved, stage 3": Case(4, ("pipeline.schedule=interleaved", "model.layers=4", _stage(3)), pipeline=2),
+    "breadth-first": Case(1, (BREADTH, RECOMPUTED), accumulation=4),
+    "breadth-first, stage 3, 2 nodes": Case(4, (BREADTH, _stage(3)), node=2, accumulation=4),
+    "breadth-first, stage 2, int4, tied": Case(2, (BREADTH, _stage(2), INT4, TIED), accumulation=3),
+    "breadth-first, tensor, sequence, stage 3": Case(4, (BREADTH, _stage(3), SEQUENCE), tensor=2, accumulation=3),
+    "breadth-first, 2 stages, stage 3": Case(4, (BREADTH, _stage(3), "model.layers=4"), pipeline=2, accumulation=3),
     "zero bubble": Case(2, ("pipeline.schedule=zero-bubble",), pipeline=2),
     "zero bubble, stage 3": Case(4, ("pipeline.schedule=zero-bubble", _stage(3)), pipeline=2),
     "zero bubble v": Case(2, ("pipeline.schedule=zero-bubble-v", "model.layers=4"), pipeline=2, accumulation=4),
@@ -126,6 +132,8 @@ OFFLOAD = {
         2, (_stage(1), *WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")
     ),
     "weights on the host, stepped ahead": Case(1, (*WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")),
+    "all on the host, breadth-first": Case(2, (_stage(3), *WEIGHTS, *HOST, GRADIENTS, BREADTH), accumulation=4),
+    "optimizer on the host, breadth-first": Case(1, (*HOST, BREADTH, "offload.spare=1"), accumulation=4),
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
     "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),

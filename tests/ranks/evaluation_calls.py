@@ -16,7 +16,7 @@ Planned = tuple[str, tuple[int, ...], int]
 
 def evaluation_calls(plan: Plan, rank: int, programs: Programs, parts: Sequence[Sequence[int]]) -> Iterator[Planned]:
     """Yield the calls of an evaluation. parts: sequences of each microbatch, of each part of the evaluation."""
-    together = 2 * plan.pipeline.schedule.stages
+    together = plan.pipeline.schedule.evaluated_together
     for part in parts:
         groups = [len(part[first : first + together]) for first in range(0, len(part), together)]
         yield from _gathers(plan, rank, programs, groups)

@@ -18,6 +18,7 @@ from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged
 from strategies import COVERING as SHARDED
 from strategies import NARROW_SUMS
+from test_breadth_first import LATER, SOON
 from test_grid import BY_STAGE, QUANTIZED, every, every_zero
 from test_grid import COVERING as GRIDS
 
@@ -93,9 +94,10 @@ FEW_CASES = [
         *cases(QUANTIZED)[:3],
         *NARROW_SUMS,
         *BY_STAGE,
+        SOON[2],
     ]
 ]
-MANY = [*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]
+MANY = [*SOON, *LATER, *(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]
 MANY += [case for case, _ in every_zero()][::4]
 MANY = [case for case in dict.fromkeys(map(counted, MANY)) if case not in FEW_CASES]
 

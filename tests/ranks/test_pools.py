@@ -13,7 +13,7 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.roles import roles
 from llmtrain.recipe.load import load_recipe
 from strategies import COVERING as SHARDED
-from strategies import NARROW_SUMS
+from strategies import INT4, NARROW_SUMS
 from test_grid import COVERING as GRIDS
 from test_grid import QUANTIZED, grid
 from test_handed import cases
@@ -38,9 +38,14 @@ APART = [
     grid(1, 4, 1, schedule="zero-bubble-v", node=2),
     grid(1, 2, 1, schedule="interleaved", node=1),
 ]
-CASES = list(
-    dict.fromkeys([*(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT, *OFFLOAD, *APART])
-)
+# Buffers that hold sums over several passes.
+RUNS = [
+    grid(1, 1, 4, "zero.stage=3", HALF, schedule="breadth-first", node=2),
+    grid(2, 1, 2, "zero.stage=2", HALF, "pipeline.chunks=3", schedule="breadth-first", sequence=True),
+    grid(1, 2, 2, "zero.stage=2", HALF, INT4, schedule="breadth-first"),
+]
+EVERY = [*cases(GRIDS), *cases(QUANTIZED), *NARROW, *FLAT, *OFFLOAD, *APART, *RUNS]
+CASES = list(dict.fromkeys([*(case for case, _ in SHARDED), *EVERY]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -54,7 +59,8 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
         programs = Programs(ProgramSpec.of(plan, rank))
         pools = Pools.of(plan, rank, programs)
         buffers = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
-        buffers = {name: elements * plan.compute_bytes for name, elements in buffers.items()}
+        sizes = {"gathered_weights": plan.compute_bytes, "gradient_buffers": plan.buffered_gradient_bytes}
+        buffers = {name: elements * sizes[name] for name, elements in buffers.items()}
         planned = {**buffers, **pool_bytes(plan, rank, programs)}
         # Slots of messages and posted receives count from the first message on.
         if plan.pipeline.schedule.message_driven:

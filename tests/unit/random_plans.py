@@ -14,7 +14,7 @@ from llmtrain.plan.roles import roles
 from llmtrain.recipe.load import load_recipe
 
 MOST_RANKS = 32
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "message-driven")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zero-bubble", "zero-bubble-v", "message-driven")
 
 
 class RandomPlans:
@@ -48,8 +48,10 @@ class RandomPlans:
         pipeline, tensor = choose((1, 1, 2, 3, 4, 8)), choose((1, 1, 2, 4))
         data = choose([ranks for ranks in (1, 2, 3, 4, 6, 8, 12, 16) if ranks * pipeline * tensor <= MOST_RANKS])
         schedule = choose(SCHEDULES)
-        chunks = {"interleaved": choose((2, 3)), "zero-bubble-v": 2}.get(schedule, 1)
-        stages = pipeline * chunks if pipeline > 1 else 1
+        chunks = {"interleaved": choose((2, 3)), "breadth-first": choose((2, 3, 4)), "zero-bubble-v": 2}.get(
+            schedule, 1
+        )
+        stages = pipeline * chunks if pipeline > 1 or schedule == "breadth-first" else 1
         keys = [
             "model.hidden=32",
             "model.heads=4",
@@ -72,7 +74,7 @@ class RandomPlans:
             *self._zero(data),
             *(self._offload() if choose((True, False, False)) else []),
         ]
-        if pipeline > 1:
+        if stages > 1:
             keys += [f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}"]
             keys += [f"pipeline.limit={choose((1, 2, 5))}"] if choose((True, False)) else []
         world = pipeline * tensor * data

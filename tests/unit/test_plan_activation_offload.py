@@ -28,13 +28,15 @@ from llmtrain.plan.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 
-SCHEDULES: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
+SCHEDULES: dict[ScheduleName, int] = {
+    "1f1b": 1, "gpipe": 1, "interleaved": 2, "breadth-first": 3, "zero-bubble": 1, "zero-bubble-v": 2
+}  # fmt: skip
 
 
 def small_schedules() -> Iterator[tuple[tuple[Action, ...], list[int]]]:
     """Every rank's actions, with groups of its chunks; at most 8 group inputs."""
     for (name, chunks), ranks, microbatches in product(SCHEDULES.items(), (1, 2, 3), (1, 2, 3, 4)):
-        if ranks == 1 and name != "1f1b":
+        if ranks == 1 and name not in ("1f1b", "breadth-first"):
             continue
         schedule = make_schedule(name, ranks, chunks, microbatches)
         for rank, groups in product(range(ranks), product((1, 2, 3), repeat=chunks)):

@@ -205,7 +205,7 @@ def test_parts_of_a_budget() -> None:
             "secondary": states.secondary,
             "replicated": states.replicated,
             "gathered_weights": program.weights * plan.compute_bytes,
-            "gradient_buffers": program.gradients * plan.compute_bytes,
+            "gradient_buffers": program.gradients * plan.buffered_gradient_bytes,
             "in_flight": sum(pool_bytes(plan, row.role.rank, programs).values()),
             "offload_slots": 0,
             "activation_slots": 0,

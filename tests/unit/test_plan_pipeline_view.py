@@ -21,6 +21,7 @@ ALL: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 3),
+    ("breadth-first", 3),
     ("zero-bubble", 1),
     ("zero-bubble-v", 2),
     ("message-driven", 1),

@@ -14,18 +14,22 @@ from llmtrain.plan.program.repeats import shorten
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.recipe.pipeline import ScheduleName
 
-SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "gpipe", "1f1b", "interleaved", "breadth-first", "zero-bubble", "zero-bubble-v"
+)  # fmt: skip
 
 
 def plain(spec: ProgramSpec) -> Program:
     """Return the program with each pass planned."""
-    return full_program(spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward))
+    return full_program(
+        spec, spec.actions, backward_passes(spec.actions, spec.stages, spec.splits_backward, spec.sums_runs)
+    )
 
 
 def random_spec(random: Random, name: ScheduleName) -> ProgramSpec:
     """Return a rank's part of a small run. The memory for gathered weights is the default, or up to all of them."""
     choose, ranks = random.choice, random.choice((2, 3))
-    chunks = {"interleaved": choose((2, 3)), "zero-bubble-v": 2}.get(name, 1)
+    chunks = {"interleaved": choose((2, 3)), "breadth-first": choose((2, 4)), "zero-bubble-v": 2}.get(name, 1)
     schedule = make_schedule(name, ranks, chunks, choose((20, 33, 60)))
     rank, layers, tied = random.randrange(ranks), choose((1, 2, 5)), choose((True, False))
     held = [schedule.stage(rank, chunk) for chunk in range(chunks)]
@@ -50,6 +54,7 @@ def random_spec(random: Random, name: ScheduleName) -> ProgramSpec:
         padded=padded,
         degrees=dict.fromkeys(padded, Degrees(8, 4, 8, 8, choose((0, 0, 2, 4, 8)))),
         rounded=choose((True, False)),
+        sums_runs=name == "breadth-first",
     )
     least = plain(replace(spec, resident=1)).weights
     room = least + int(random.uniform(0, 1.1) * max(0, sum(padded.values()) - least))

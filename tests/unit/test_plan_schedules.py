@@ -18,6 +18,8 @@ FIXED: list[tuple[ScheduleName, int]] = [
     ("interleaved", 2),
     ("interleaved", 3),
     ("interleaved", 4),
+    ("breadth-first", 2),
+    ("breadth-first", 4),
     ("zero-bubble", 1),
     ("zero-bubble-v", 2),
 ]
@@ -27,7 +29,7 @@ def makespan(name: ScheduleName, p: int, v: int, m: int) -> int:
     """Return the closed form, in forward passes of one of the p v chunks; each takes as long as its two backward
     passes."""
     fewer = max(p - m, 0)
-    if name == "interleaved":
+    if name in ("interleaved", "breadth-first"):
         return 3 * (v * m + p - 1 + (v - 1) * fewer)
     if name == "zero-bubble":
         return 3 * m + p - 1 + fewer

@@ -29,6 +29,7 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "stage 1": ("zero.stage=1",),
     "stage 2": ("zero.stage=2",),
     "stage 3": ("zero.stage=3",),
+    "stage 3, breadth-first": ("zero.stage=3", "pipeline.schedule=breadth-first"),
     "mics": ("zero.preset=mics",),
     "zero++": ("zero.preset=zero++",),
     "topo": ("zero.preset=topo",),
@@ -63,7 +64,8 @@ SETTINGS = (
     Setting(nodes=2, ranks_per_node=2, rate="100mbit", accumulation=1, rounds=3),
     Setting(
         nodes=2, ranks_per_node=2, rate="100mbit", accumulation=4, rounds=3,
-        goals=(("stage 3", "DeepSpeed ZeRO-3", 1.4), ("mics", "FSDP2 hybrid", 1.1), ("zero++", "stage 3", 3.0)),
+        goals=(("stage 3", "DeepSpeed ZeRO-3", 1.4), ("mics", "FSDP2 hybrid", 1.1), ("zero++", "stage 3", 3.0),
+               ("stage 3, breadth-first", "stage 3", 2.5)),
         turn=2,
     ),
     Setting(nodes=2, ranks_per_node=2, rate="100mbit", accumulation=16, rounds=1, peers=PEERS[1:]),

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def strategies(nodes: int, ranks_per_node: int) -> Mapping[str, Strategy]:
     ZeRO-3 moves 3 M in each (ZeRO, section 7). MiCS all-reduces gradients between nodes once per step (section 3.4).
     ZeRO-topo does the same in 16 bits, and then gathers weights in 8 bits (section V). llmtrain has a separate hop
     between nodes; it reduces only to the optimizer's shards; a secondary copy serves the forward passes of all
-    microbatches except the first.
+    microbatches except the first. Breadth-first, all microbatches share gathers and reductions (Lamy-Poirier 2023).
     """
     return {**_zero_strategies(), **_node_strategies(nodes * ranks_per_node, ranks_per_node)}
 
@@ -128,6 +128,11 @@ def _zero_strategies() -> dict[str, Strategy]:
             (*stage3, "zero.hierarchical=false"),
             lambda s: s.gathers * s.ring + s.microbatches * s.hops,
             lambda s: 3 * s.microbatches * s.ring,
+        ),
+        "stage 3, breadth-first": Strategy(
+            (*stage3, "pipeline.schedule=breadth-first"),
+            lambda s: (replace(s, microbatches=1).gathers + 1) * s.hops,
+            lambda s: 3 * s.ring,
         ),
         "stage 3, secondary of a node": Strategy(
             second, lambda s: (1 + s.microbatches) * s.hops, lambda s: 2 * s.microbatches * s.ring

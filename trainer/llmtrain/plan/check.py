@@ -136,7 +136,25 @@ def advice(recipe: Recipe, plan: Plan) -> list[str]:
         sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
         warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
+    found += _breadth_first(plan)
     return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
+
+
+def _breadth_first(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about a breadth-first schedule that keeps too much, or that changes nothing."""
+    microbatches = plan.batch.microbatches
+    if plan.pipeline.name != "breadth-first":
+        return
+    if microbatches == 1:
+        yield (
+            "pipeline.schedule is breadth-first, but a step has one microbatch, so that it changes nothing; set a "
+            "smaller train.microbatch, or leave it out"
+        )
+    elif not any(plan.pipeline.recompute):
+        yield (
+            f"pipeline.schedule is breadth-first, so that the activations of all {microbatches} microbatches stay; "
+            "set activation_checkpointing to full to keep only the inputs of layers"
+        )
 
 
 def _unused(recipe: Recipe, plan: Plan) -> Iterator[str]:

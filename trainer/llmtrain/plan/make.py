@@ -36,6 +36,7 @@ from llmtrain.plan.record import record_of
 from llmtrain.plan.roles import roles_of
 from llmtrain.plan.states import fits
 from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import EveryK, Recipe, TrainConfig
 
 
@@ -160,10 +161,10 @@ def _compute(recipe: Recipe, facts: Facts) -> Compute:
 
 def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, facts: Facts) -> Pipeline:
     given, ranks = recipe.pipeline, grid.degree(Axis.PIPELINE)
-    # One pipeline rank ignores the schedule and chunks, so that it can run a recipe for many ranks.
-    name = given.schedule if ranks > 1 else "1f1b"
-    chunks = 2 if name in ("interleaved", "zero-bubble-v") else 1
-    if given.chunks != "auto" and ranks > 1:
+    # One pipeline rank ignores other schedules and their chunks, so that it can run a recipe for many ranks.
+    name = given.schedule if ranks > 1 or given.schedule == "breadth-first" else "1f1b"
+    chunks = _chunks(name, max(1, model.layers // ranks))
+    if given.chunks != "auto" and (ranks > 1 or name == "breadth-first"):
         chunks = given.chunks
     if problem := schedule_problems(name, ranks, chunks, batch.microbatches):
         raise BadInputError(problem)
@@ -183,9 +184,20 @@ def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, fact
     )
 
 
+def _chunks(name: ScheduleName, layers: int) -> int:
+    """Return the stages of each rank if the recipe leaves them open. layers: of each rank."""
+    match name:
+        case "breadth-first":
+            return layers
+        case "interleaved" | "zero-bubble-v":
+            return 2
+        case _:
+            return 1
+
+
 def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, facts: Facts) -> tuple[int, ...]:
     """Return the layers of each stage."""
-    if schedule.ranks == 1:
+    if schedule.stages == 1:
         return (model.layers,)
     given, costs = recipe.pipeline, stage_costs(model, recipe.data.sequence_length)
     speeds = facts.speeds or stage_speeds(facts.cluster, grid)

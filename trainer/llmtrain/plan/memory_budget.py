@@ -153,7 +153,7 @@ def _buffers(plan: Plan, role: Role, programs: Programs) -> dict[str, int]:
         weights, gradients = programs.step.weights, programs.step.gradients
     return {
         "gathered_weights": weights * plan.compute_bytes,
-        "gradient_buffers": gradients * plan.compute_bytes,
+        "gradient_buffers": gradients * plan.buffered_gradient_bytes,
         "in_flight": sum(pool_bytes(plan, role.rank, programs).values()),
     }
 

@@ -197,6 +197,16 @@ class Plan:
         """Bytes of an element of the sums of gradients."""
         return COMPUTE_BYTES[self.gradients]
 
+    @property
+    def sums_runs(self) -> bool:
+        """Whether the gradients of consecutive backward passes of a stage are summed before they are reduced."""
+        return self.pipeline.name == "breadth-first"
+
+    @property
+    def buffered_gradient_bytes(self) -> int:
+        """Bytes of an element of gradients in a buffer before their reduction."""
+        return self.gradient_bytes if self.sums_runs else self.compute_bytes
+
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the stages of a rank of the run, by chunk."""
         return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]

@@ -73,7 +73,8 @@ def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic]) -> Iterator[_Gr
     if len(tensor) > 1:
         yield _group("tensor", tensor, _tensor(plan, rank))
     if "partial" in groups:
-        yield _group("partial", groups["partial"], [_sum(_partial(one)) for one in units if one.replicated_bytes])
+        partial = [_sum(_partial(one, plan.sums_runs)) for one in units if one.replicated_bytes]
+        yield _group("partial", groups["partial"], partial)
     if "stage" in groups:
         yield _group("stage", groups["stage"], [_sum(averaged_bytes(units))])
     if "tied" in groups:
@@ -104,10 +105,10 @@ def _tensor(plan: Plan, rank: int) -> Iterator[SizedCollective]:
                 yield SizedCollective(op, size, plan.compute_bytes)
 
 
-def _partial(unit: UnitTraffic) -> int:
-    """Bytes of the sum of a unit's TP-replicated gradients: unsharded gradients are in the compute dtype."""
-    buffered = unit.placement.degrees.gradients > 1
-    return unit.replicated_bytes if buffered else unit.replicated_bytes // unit.element_bytes * unit.sum_bytes
+def _partial(unit: UnitTraffic, sums_runs: bool) -> int:
+    """Bytes of the sum of a unit's TP-replicated gradients."""
+    element_bytes = unit.reduced_bytes(unit.placement.degrees.gradients > 1, sums_runs)
+    return unit.replicated_bytes // unit.element_bytes * element_bytes
 
 
 def _sum(size: int) -> SizedCollective:

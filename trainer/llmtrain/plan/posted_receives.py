@@ -99,7 +99,7 @@ def _evaluated(plan: Plan, spec: ProgramSpec) -> Iterator[Sequence[Action]]:
     if plan.training.eval_every and plan.training.eval_batches:
         shared = -(-plan.training.eval_batches * plan.batch.sequences // plan.grid.degree(Axis.DATA))
         rows = -(-shared // plan.batch.microbatch)
-        yield evaluation_actions(len(spec.stages), [min(rows, 2 * plan.pipeline.schedule.stages)])
+        yield evaluation_actions(len(spec.stages), [min(rows, plan.pipeline.schedule.evaluated_together)])
 
 
 def _source(plan: Plan, spec: ProgramSpec, action: Action, rank: int) -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ class Reduction(UnitGradient, Protocol):
 
     def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
         """Return the steps of a reduction. values: `[padded]`, gradients of the full unit: of one microbatch, in the
-        dtype of the weights, in a buffer; or the unit's own gradient."""
+        dtype of the weights, or of a run of microbatches, in a buffer; or the unit's own gradient."""
 
     def traffic(self, issue: Reduce) -> list[Traffic]:
         """Return the collectives of the steps."""

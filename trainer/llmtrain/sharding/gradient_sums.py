@@ -40,8 +40,8 @@ class GradientSum(Protocol):
         """Add all gradients that are kept. Called when the pass's gradients are complete."""
 
     def take(self) -> Tensor:
-        """Return the gradients of the full unit, `[padded]`: of the pass, in the compute dtype, in a buffer that the
-        caller then owns; or the unit's gradient."""
+        """Return the gradients of the full unit, `[padded]`: of the pass, in the compute dtype, or of a run of passes,
+        in a buffer that the caller then owns; or the unit's gradient."""
 
 
 class Kept:
@@ -111,21 +111,23 @@ class UnshardedSum:
 
 
 class BufferedSum:
-    """Collects each pass's gradients in a buffer, which is then reduced into the unit's gradient shard."""
+    """Sums the gradients of a run of passes, or of one pass, in a buffer, which is then reduced into the unit's
+    gradient shard."""
 
     buffered = True
 
     def __init__(self, unit: ShardedUnit, new_buffer: Callable[[], Tensor]) -> None:
-        """new_buffer: waits for and returns a buffer, `[padded]` of the compute dtype."""
+        """new_buffer: waits for and returns a buffer, `[padded]`."""
         self._unit, self._new_buffer, self._kept = unit, new_buffer, Kept(unit)
-        # Before the pass's first gradient.
+        # Before the first gradient.
         self._none = self._buffer = unit.weight.new_empty(0)
-        self._leading = False
+        self._leading, self._overwrites = False, True
         self.missing, self.by_autograd = 0, False
 
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """See GradientSum."""
         self._leading, self.missing = backward_pass.leading, _gradients(backward_pass, self._unit)
+        self._overwrites = backward_pass.opens
         _clear(self._unit)
         return True
 
@@ -137,11 +139,11 @@ class BufferedSum:
         """See GradientSum."""
         if not len(self._buffer):
             self._buffer = self._open()
-        self._kept.add(self._buffer, place, gradient, True)
+        self._kept.add(self._buffer, place, gradient, self._overwrites)
 
     def flush(self) -> None:
         """See GradientSum."""
-        self._kept.flush(self._buffer, True)
+        self._kept.flush(self._buffer, self._overwrites)
 
     def take(self) -> Tensor:
         """See GradientSum."""

@@ -35,10 +35,12 @@ from llmtrain.sharding.unit import ShardedUnit
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients are reduced over ranks. packing: None for not packed. offloaded: where offloaded sums are held."""
+    """How gradients are reduced over ranks. packing: None for not packed. offloaded: where offloaded sums are held.
+    sums_runs: whether buffers hold sums over runs of passes."""
 
     packing: Packing | None = None
     offloaded: OffloadedGradients | None = None
+    sums_runs: bool = False
 
 
 class GradientReducer:
@@ -52,7 +54,7 @@ class GradientReducer:
         self._units, self.replica_groups, self._offloaded = units, replica_groups, policy.offloaded
         self._count, self._complete = count, complete
         some = next(iter(units.values()))
-        self.pool = some.weight.new_zeros(0)
+        self.pool = (some.gradient if policy.sums_runs else some.weight).new_zeros(0)
         self.in_flight = in_flight
         self._reductions = {
             name: _reduction(unit, policy, partial(self._new_buffer, name))
@@ -94,7 +96,7 @@ class GradientReducer:
             self._listen(name, True)
 
     def allocate(self, elements: int) -> None:
-        """Allocate the buffer pool of unsharded gradients, in the dtype of the weights."""
+        """Allocate the buffer pool of unsharded gradients: in the dtype of the weights, or of sums of gradients."""
         self.pool = self.pool.new_zeros(elements)
 
     def begin(self) -> None:
@@ -224,8 +226,9 @@ class GradientReducer:
         return last and name not in self._reductions and name not in groups.tied and groups.partial is None
 
     def _new_buffer(self, name: str) -> Tensor:
-        """Return the buffer of this pass's gradients of a unit, once no other reduction reads its place."""
-        offset, size = self._reduces[name].offset, self._units[name].ranges.padded
+        """Return the buffer of a unit's gradients that this pass opens, once no other reduction reads its place."""
+        offset = next(one.offset for one in self._pass.backward if one.unit == name)
+        size = self._units[name].ranges.padded
         assert offset is not None
         buffer = self.pool[offset : offset + size]
         while any(overlap(buffer, sent) for _, sent in self._sent):

@@ -96,7 +96,9 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     gradients = offloaded_gradients(plan, ranks, offloaded, units, groups.shares)
     sharding = ShardingSpec(
         _weight_policy(plan, programs, offloaded),
-        GradientPolicy(_packing(plan.sharding.quantization.gradients, plan.sharding.quantization.block), gradients),
+        GradientPolicy(
+            _packing(plan.sharding.quantization.gradients, plan.sharding.quantization.block), gradients, plan.sums_runs
+        ),
         groups,
         pools.in_flight,
         None if offloaded.states is None else offloaded.states.stepper,

@@ -35,10 +35,10 @@ class InParts:
     """Splits the microbatches of an evaluation into parts of about `BETWEEN` seconds. Between parts, ranks agree
     whether one of them was asked to stop."""
 
-    def __init__(self, ranks: Ranks, stop: StopRequest, stages: int) -> None:
-        """stages: number of stages of the pipeline. A part keeps all of them busy."""
+    def __init__(self, ranks: Ranks, stop: StopRequest, least: int) -> None:
+        """least: number of microbatches of the smallest part."""
         self._ranks, self._stop = ranks, stop
-        self._size = self._least = 2 * stages if stages > 1 else 1
+        self._size = self._least = least
         self._since = 0.0
 
     def parts(self, batches: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

@@ -250,7 +250,8 @@ def evaluate(run: Run) -> bool:
         return True
     count = run.plan.training.eval_batches * run.plan.batch.sequences
     run.ranks.activity.begin(f"evaluating {units.count(min(count, len(run.valid_data)), 'sample')}")
-    checked = InParts(run.ranks, run.stop, run.plan.pipeline.schedule.stages)
+    schedule = run.plan.pipeline.schedule
+    checked = InParts(run.ranks, run.stop, schedule.evaluated_together if schedule.stages > 1 else 1)
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0

@@ -85,8 +85,7 @@ class Executor:
         """Run forward passes in groups of microbatches; yield for each group its number of microbatches and their mean
         losses, fp32 scalars, which only the last stage's rank has. rows: as in `train`. Collective over the
         pipeline."""
-        # Enough to keep all stages busy, and few enough to fit into memory.
-        together = 2 * self._schedule.stages
+        together = self._schedule.evaluated_together
         groups = [range(first, min(first + together, len(rows))) for first in range(0, len(rows), together)]
         with self._engine.evaluation([len(group) for group in groups]):
             for group in groups:

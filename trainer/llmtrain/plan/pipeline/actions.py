@@ -63,6 +63,12 @@ class Schedule:
         """Stages of the whole pipeline."""
         return self.ranks * self.chunks
 
+    @property
+    def evaluated_together(self) -> int:
+        """Microbatches of an evaluation that pass a stage before a rank's next one: enough to keep all ranks busy. A
+        rank that is alone takes as many as in a step."""
+        return 2 * self.stages if self.ranks > 1 or self.chunks == 1 else max(2, self.microbatches)
+
     def stage(self, rank: int, chunk: int) -> int:
         """Return the stage of a rank's chunk."""
         if self.folded and chunk == 1:

@@ -8,7 +8,7 @@ Docstrings state idle times for p ranks, v chunks and m microbatches. They assum
 takes 1 and a backward pass takes 2 (1 for the inputs, 1 for the weights), and gradients that are sent after both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -26,6 +26,9 @@ MOST_MICROBATCHES = 2**18
 ONE_CHUNK: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero-bubble", "message-driven")
 """Schedules with one stage on each rank."""
 
+SEVERAL_CHUNKS: tuple[ScheduleName, ...] = ("interleaved", "breadth-first")
+"""Schedules with any number of stages on each rank, but at least two."""
+
 
 def make_schedule(name: ScheduleName, ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Return the actions of any schedule but message-driven.
@@ -41,6 +44,7 @@ def make_schedule(name: ScheduleName, ranks: int, chunks: int, microbatches: int
         "gpipe": lambda: gpipe(ranks, microbatches),
         "1f1b": lambda: one_forward_one_backward(ranks, microbatches),
         "interleaved": lambda: interleaved(ranks, chunks, microbatches),
+        "breadth-first": lambda: breadth_first(ranks, chunks, microbatches),
         "zero-bubble": lambda: zb_h1(ranks, microbatches),
         "zero-bubble-v": lambda: zb_v(ranks, microbatches),
     }
@@ -89,11 +93,25 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
     possible. This takes no longer and works for every m >= p. With m < p there is one group, and ranks wait for
     (v-1)(p-m) more pairs of a forward and a backward pass.
     """
-    groups = _groups(ranks, microbatches)
+    return _in_groups(ranks, chunks, microbatches, _groups(ranks, microbatches))
+
+
+def breadth_first(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """`interleaved` with one group of all microbatches (Lamy-Poirier 2023): they all pass a stage before a
+    rank runs its next one. It takes the same time.
+
+    Weights that are gathered or offloaded come once for all forward passes, and once for all backward passes. The
+    inputs of all stages stay for all microbatches.
+    """
+    return _in_groups(ranks, chunks, microbatches, [range(microbatches)])
+
+
+def _in_groups(ranks: int, chunks: int, microbatches: int, groups: Sequence[range]) -> Schedule:
+    """Return the schedule in which each group of microbatches passes all chunks of a rank."""
     chunk_order = [(chunk, group) for group in groups for chunk in range(chunks)]
     forwards = [Action(index, chunk, Kind.F) for chunk, group in chunk_order for index in group]
     backwards = [Action(index, chunks - 1 - chunk, Kind.B) for chunk, group in chunk_order for index in group]
-    ahead = [_interleaved_ahead(ranks, chunks, microbatches, rank) for rank in range(ranks)]
+    ahead = [_ahead_in_groups(ranks, chunks, groups, rank) for rank in range(ranks)]
     return Schedule(
         ranks=ranks,
         chunks=chunks,
@@ -114,9 +132,9 @@ def schedule_problems(name: ScheduleName, ranks: int, chunks: int, microbatches:
             f"pipeline.chunks is {chunks}, but with pipeline.schedule {name} each rank holds one stage; "
             "set pipeline.chunks=1, or pipeline.schedule=interleaved"
         )
-    if name == "interleaved" and chunks < 2:
+    if name in SEVERAL_CHUNKS and chunks < 2:
         return (
-            f"pipeline.chunks is {chunks}; expected 2 or more with pipeline.schedule interleaved, or set "
+            f"pipeline.chunks is {chunks}; expected 2 or more with pipeline.schedule {name}, or set "
             "pipeline.schedule=1f1b"
         )
     if name == "zero-bubble-v" and chunks != 2:
@@ -170,13 +188,14 @@ def live_bound(name: ScheduleName, ranks: int, chunks: int, microbatches: int, l
     stage.
 
     gpipe: m, and 1 on the last rank. 1f1b: p-r on rank r. interleaved: 2(p-r-1)+(v-1)g+1, with g microbatches in the
-    largest group. zero-bubble: p on every rank. zero-bubble-v: 2p of stages half as large. message-driven: `limit`
-    (None: p). The bound is at most m v.
+    largest group; breadth-first has one group. zero-bubble: p on every rank. zero-bubble-v: 2p of stages half as large.
+    message-driven: `limit` (None: p). The bound is at most m v.
     """
     bounds = {
         "gpipe": lambda rank: microbatches if rank < ranks - 1 else 1,
         "1f1b": lambda rank: ranks - rank,
-        "interleaved": lambda rank: _interleaved_ahead(ranks, chunks, microbatches, rank) + 1,
+        "interleaved": lambda rank: _ahead_in_groups(ranks, chunks, _groups(ranks, microbatches), rank) + 1,
+        "breadth-first": lambda rank: _ahead_in_groups(ranks, chunks, [range(microbatches)], rank) + 1,
         "zero-bubble": lambda rank: ranks,
         "zero-bubble-v": lambda rank: 2 * ranks,
         "message-driven": lambda rank: ranks if limit is None else limit,
@@ -201,6 +220,6 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     return [range(microbatches * i // count, microbatches * (i + 1) // count) for i in range(count)]
 
 
-def _interleaved_ahead(ranks: int, chunks: int, microbatches: int, rank: int) -> int:
+def _ahead_in_groups(ranks: int, chunks: int, groups: Sequence[range], rank: int) -> int:
     """Return how many forward passes a rank runs before its first pair of a forward and a backward pass."""
-    return 2 * (ranks - 1 - rank) + (chunks - 1) * max(map(len, _groups(ranks, microbatches)))
+    return 2 * (ranks - 1 - rank) + (chunks - 1) * max(map(len, groups))

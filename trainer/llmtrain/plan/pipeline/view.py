@@ -136,9 +136,9 @@ def show_recipe(
     Raises BadInputError.
     """
     recipe, facts = described_run(name_or_path, overrides, ranks)
-    if recipe.parallel.pipeline == 1:
-        raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
     plan = make_plan(recipe, facts)
+    if plan.pipeline.schedule.stages == 1:
+        raise BadInputError("parallel.pipeline is 1, which is no pipeline; set it to 2 or more")
     cluster, grid, pipeline, schedule = plan.cluster, plan.grid, plan.pipeline, plan.pipeline.schedule
     costs, speeds = stage_costs(plan.model, plan.batch.sequence_length), stage_speeds(cluster, grid)
     message = boundary_bytes(plan)

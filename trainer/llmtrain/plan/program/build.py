@@ -1,6 +1,6 @@
 """The programs of a rank's optimizer step and of an evaluation. No torch in here."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,9 @@ class Programs:
         """The program of one optimizer step."""
         spec = self.spec
         found = _program(
-            spec, spec.actions, lambda actions: backward_passes(actions, spec.stages, spec.splits_backward)
+            spec,
+            spec.actions,
+            lambda actions: backward_passes(actions, spec.stages, spec.splits_backward, spec.sums_runs),
         )
         return replace(found, finish=spec.finish)
 
@@ -75,6 +77,12 @@ def full_program(
     """Return the program of actions, each of which is planned. backward: the backward passes of each. most: elements of
     memory for gathered weights; None for as the spec says."""
     spots = [list(spots_of(action, spec.stages[action.chunk], spec.splits_backward)) for action in actions]
+    offsets, gradients = _gradient_offsets(spots, backward, spec)
+    if offsets:
+        backward = [
+            tuple(replace(one, offset=offsets.get((place, one.unit))) for one in passed)
+            for place, passed in enumerate(backward)
+        ]
     reduces, passes = _reduces(spots, backward, spec), list[Pass]()
     (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)), most)
     following = iter(gathers)
@@ -91,8 +99,6 @@ def full_program(
             if issues or at is not At.GRADIENTS:
                 points.append(Point(at, unit, tuple(issues)))
         passes.append(Pass(action, tuple(points), passed))
-    buffered = [one.unit for found in reduces for one in found.values() if one.offset is not None]
-    gradients = paired_size([spec.padded[unit] for unit in buffered])
     return Program(start=tuple(start), passes=tuple(passes), weights=weights, gradients=gradients)
 
 
@@ -150,20 +156,53 @@ def serves_secondary(spec: ProgramSpec, unit: str, kind: Kind) -> bool:
 def _reduces(
     spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
 ) -> list[dict[str, Reduce]]:
-    """Return for each action the reductions of units, in the order in which their gradients are complete."""
-    found: list[dict[str, Reduce]] = []
-    buffered: list[tuple[int, str]] = []
-    for place, (own, passed) in enumerate(zip(spots, backward, strict=True)):
+    """Return for each action the reductions of units, in the order in which their gradients are complete. backward:
+    with offsets."""
+    found, before = list[dict[str, Reduce]](), set[str]()
+    for own, passed in zip(spots, backward, strict=True):
         passes = {one.unit: one for one in passed}
-        units = [unit for at, unit in own if at is At.GRADIENTS and spec.is_reduced(unit, passes[unit].last)]
-        found.append(
-            {
-                unit: Reduce(unit, None, passes[unit].first, passes[unit].last, spec.partial.get(unit, 0))
-                for unit in units
-            }
-        )
-        buffered += [(place, unit) for unit in units if spec.is_buffered(unit)]
-    offsets = paired_offsets([spec.padded[unit] for _, unit in buffered])
-    for (place, unit), offset in zip(buffered, offsets, strict=True):
-        found[place][unit] = replace(found[place][unit], offset=offset)
+        reduced = [passes[unit] for at, unit in own if at is At.GRADIENTS and spec.is_reduced(passes[unit])]
+        found.append({one.unit: _reduce(spec, one, before) for one in reduced})
+        before |= {one.unit for one in reduced}
     return found
+
+
+def _reduce(spec: ProgramSpec, closing: BackwardPass, before: Collection[str]) -> Reduce:
+    """Return the reduction after the last pass of a run. before: units that were reduced before."""
+    first = closing.first if closing.offset is None else closing.unit not in before
+    return Reduce(closing.unit, closing.offset, first, closing.last, spec.partial.get(closing.unit, 0))
+
+
+def _gradient_offsets(
+    spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
+) -> tuple[dict[tuple[int, str], int], int]:
+    """Return the offset of the buffer of each unit whose gradients have one, by the place of the action, and the
+    elements of the pool. Buffers that are in use at the same time are beside each other, and those of one run beside
+    those of the run before."""
+    runs = list(_runs(spots, backward, spec))
+    sizes = [sum(spec.padded[unit] for unit in {unit for _, unit in run}) for run in runs]
+    found: dict[tuple[int, str], int] = {}
+    for run, start in zip(runs, paired_offsets(sizes), strict=True):
+        within = dict[str, int]()
+        for place, unit in run:
+            if unit not in within:
+                within[unit], start = start, start + spec.padded[unit]
+            found[place, unit] = within[unit]
+    return found, paired_size(sizes)
+
+
+def _runs(
+    spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
+) -> Iterator[list[tuple[int, str]]]:
+    """Yield the (place of the action, unit) of the passes whose gradients are in buffers at the same time: of a run of
+    passes; without runs, one after another."""
+    run: list[tuple[int, str]] = []
+    for place, (own, passed) in enumerate(zip(spots, backward, strict=True)):
+        buffered = [(place, unit) for at, unit in own if at is At.GRADIENTS and spec.is_buffered(unit)]
+        if not spec.sums_runs:
+            yield from ([one] for one in buffered)
+            continue
+        run += buffered
+        if run and any(one.closes for one in passed):
+            yield run
+            run = []

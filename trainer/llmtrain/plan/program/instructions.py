@@ -40,8 +40,9 @@ class Drop:
 class Reduce:
     """Reduce a unit's gradients over the ranks that share it.
 
-    offset: first element of the buffer, in the buffer pool of gradients, that holds the gradients of this pass; None if
-    they are summed in the unit's own gradient. first, last: whether this pass is the unit's first or last of the step.
+    offset: first element of the buffer, in the buffer pool of gradients, that holds the gradients of this pass, or the
+    sum of a run of passes; None if they are summed in the unit's own gradient. first, last: whether these passes
+    include the unit's first or last one of the step.
     partial: elements of TP-replicated gradients that are summed over the tensor-parallel ranks before, as each of them
     has computed a part (sequence parallelism).
     """
@@ -87,13 +88,18 @@ class BackwardPass:
     """One backward pass through a unit.
 
     first, last: whether it is the unit's first or last of the step: the first overwrites the sum of gradients, the last
-    completes it. leading: whether it uses only the unit's first parameter.
+    completes it. leading: whether it uses only the unit's first parameter. opens, closes: whether it is the first or
+    the last of a run of passes whose gradients are summed in one buffer before they are reduced. offset: of this
+    buffer, see Reduce.
     """
 
     unit: str
     first: bool
     last: bool
     leading: bool = False
+    opens: bool = True
+    closes: bool = True
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,23 +68,33 @@ def spots_of(action: Action, layout: StageLayout, splits_backward: bool) -> Iter
 
 
 def backward_passes(
-    actions: Sequence[Action], layouts: Sequence[StageLayout], splits_backward: bool
+    actions: Sequence[Action], layouts: Sequence[StageLayout], splits_backward: bool, sums_runs: bool = False
 ) -> list[tuple[BackwardPass, ...]]:
     """Return for each action the backward passes through its stage's units; none for actions that compute no gradients
-    of weights."""
+    of weights. sums_runs: whether consecutive backward passes of one stage are a run; else each is one by itself."""
     kind = Kind.W if splits_backward else Kind.B
-    total = Counter(name for action in actions if action.kind is kind for name in layouts[action.chunk].units)
+    passes = [action for action in actions if action.kind is kind]
+    ends = _run_ends([action.chunk if sums_runs else place for place, action in enumerate(passes)])
+    total = Counter(name for action in passes for name in layouts[action.chunk].units)
     done: Counter[str] = Counter()
     found = []
     for action in actions:
         layout, own = layouts[action.chunk], list[BackwardPass]()
+        opens, closes = next(ends) if action.kind is kind else (False, False)
         for name in layout.units if action.kind is kind else ():
             done[name] += 1
             # A tied head uses the token matrix of the embedding alone.
             leading = name == "embedding" and not layout.opens
-            own.append(BackwardPass(name, done[name] == 1, done[name] == total[name], leading))
+            own.append(BackwardPass(name, done[name] == 1, done[name] == total[name], leading, opens, closes))
         found.append(tuple(own))
     return found
+
+
+def _run_ends(runs: Sequence[int]) -> Iterator[tuple[bool, bool]]:
+    """Yield for each pass whether it is the first, and the last, of its run. runs: the same number for neighbours of
+    one run."""
+    for place, run in enumerate(runs):
+        yield place == 0 or runs[place - 1] != run, place + 1 == len(runs) or runs[place + 1] != run
 
 
 def _head_spots(layout: StageLayout) -> Iterator[Spot]:

@@ -10,7 +10,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.placement import PAGE, Placement
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.instructions import ReplicaSum
+from llmtrain.plan.program.instructions import BackwardPass, ReplicaSum
 from llmtrain.plan.program.replica_sums import final_sums, partial_elements
 
 
@@ -27,6 +27,8 @@ class ProgramSpec:
     and that are then stored. offloaded_gradients: units whose sums of gradients are offloaded. granule: buffers of
     gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
     before the reduction. finish: sums after the last pass.
+    sums_runs: whether gradients of consecutive backward passes of a stage are summed in buffers before they are
+    reduced.
     """
 
     stages: tuple[StageLayout, ...]
@@ -43,6 +45,7 @@ class ProgramSpec:
     granule: int = 1
     partial: Mapping[str, int] = field(default_factory=dict)
     finish: tuple[ReplicaSum, ...] = ()
+    sums_runs: bool = False
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
@@ -69,18 +72,22 @@ class ProgramSpec:
             granule=_granule(placements.values(), plan.compute_bytes),
             partial=partial_elements(plan, rank, specs),
             finish=tuple(final_sums(plan, rank, specs)),
+            sums_runs=plan.sums_runs,
         )
 
     def is_gathered(self, unit: str) -> bool:
         """Whether a unit's weights are gathered before they are used: they are sharded, or offloaded."""
         return self.degrees[unit].weights > 1 or unit in self.offloaded_weights
 
-    def is_reduced(self, unit: str, last: bool) -> bool:
-        """Whether a backward pass reduces a unit's gradients. last: whether it is the unit's last one of the step."""
-        return self.is_buffered(unit) or (last and self.degrees[unit].ranks > 1)
+    def is_reduced(self, passed: BackwardPass) -> bool:
+        """Whether a backward pass reduces its unit's gradients."""
+        if self.is_buffered(passed.unit):
+            return passed.closes
+        return passed.last and self.degrees[passed.unit].ranks > 1
 
     def is_buffered(self, unit: str) -> bool:
-        """Whether a buffer holds the gradients of one backward pass, because their sum is sharded or offloaded."""
+        """Whether a buffer holds the gradients of a run of backward passes, because their sum is sharded or
+        offloaded."""
         return self.degrees[unit].gradients > 1 or unit in self.offloaded_gradients
 
     @property

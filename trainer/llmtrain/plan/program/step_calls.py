@@ -138,7 +138,8 @@ class StepCalls:
         for issue, times in self._issues:
             if isinstance(issue, Reduce):
                 unit = by_name[issue.unit]
-                sums.append((unit.spec, unit.sum_bytes if issue.offset is None else unit.element_bytes, times))
+                element_bytes = unit.reduced_bytes(issue.offset is not None, self.programs.spec.sums_runs)
+                sums.append((unit.spec, element_bytes, times))
         sums += [(unit.spec, unit.sum_bytes, 1) for unit in units if unit.placement.degrees.ranks == 1]
         for spec, element_bytes, times in sums:
             if spec.replicated < spec.numel:

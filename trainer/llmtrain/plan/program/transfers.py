@@ -99,6 +99,11 @@ class UnitTraffic:
         """Bytes of an element of the sums of gradients."""
         return self.placement.gradient_bytes(self.element_bytes)
 
+    def reduced_bytes(self, buffered: bool, sums_runs: bool) -> int:
+        """Bytes of an element of gradients before their reduction. buffered: whether they are in a buffer. sums_runs:
+        of a run of passes."""
+        return self.element_bytes if buffered and not sums_runs else self.sum_bytes
+
     @property
     def replicated_bytes(self) -> int:
         """Bytes of the TP-replicated parameters in the compute dtype."""

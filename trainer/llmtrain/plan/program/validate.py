@@ -23,7 +23,7 @@ def step_problems(plan: Plan) -> list[str]:
 def evaluation_problems(plan: Plan) -> list[str]:
     """Return every problem of a plan's programs of an evaluation that has whole groups of microbatches, and a smaller
     last one."""
-    together = 2 * plan.pipeline.schedule.stages
+    together = plan.pipeline.schedule.evaluated_together
     groups = (together, together, 1)
     return program_problems(plan, evaluation_programs(plan, groups), groups)
 

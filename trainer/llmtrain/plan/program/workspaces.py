@@ -116,7 +116,7 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
         yield from _sized(unit.gather(gather), unit, shards=direct and not gather.secondary)
     yield from _sized(unit.update(), unit)
     for reduce in _reductions(unit):
-        from_compute_dtype = _hops_from_compute_dtype(unit, reduce)
+        from_compute_dtype = _hops_from_compute_dtype(unit, reduce, programs.spec.sums_runs)
         for place, transfer in enumerate(unit.reduce(reduce)):
             converted = unit.element_bytes < 4 and place not in from_compute_dtype
             yield from _sized([transfer], unit, converted=converted)
@@ -124,11 +124,13 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
         yield lane, SizedCollective("all_reduce", unit.replicated_bytes)
 
 
-def _hops_from_compute_dtype(unit: UnitTraffic, reduce: Reduce) -> set[int]:
+def _hops_from_compute_dtype(unit: UnitTraffic, reduce: Reduce, sums_runs: bool) -> set[int]:
     """Return the numbers of a reduction's hops whose input is in the compute dtype already: unsharded gradients, or
-    sums over all microbatches. The input of any other hop is the fp32 sum of the hop before."""
+    sums over all microbatches. The input of any other hop is the fp32 sum of the hop before. sums_runs: whether
+    unsharded gradients are sums over a run of passes."""
     degree = unit.placement.degrees.gradients
-    whole = {0} if reduce.offset is not None else set()
+    summed = sums_runs and unit.sum_bytes > unit.element_bytes
+    whole = {0} if reduce.offset is not None and not summed else set()
     if unit.sum_bytes > unit.element_bytes:
         return whole
     return {*whole, sum(level.span <= degree for level in unit.placement.levels)}

@@ -37,6 +37,8 @@ def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
 
 def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
     """Yield the problems of the buffers that hold unsharded gradients before their reduction."""
+    if spec.sums_runs:
+        yield from _run_problems(spec, program)
     before: tuple[str, tuple[int, int]] | None = None
     for place, issue in program_issues(program):
         if not isinstance(issue, Reduce) or issue.offset is None or issue.unit not in spec.padded:
@@ -47,12 +49,35 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
                 f"{place}: the gradients of {issue.unit} take {_said(held)}, outside of their pool of "
                 f"{program.gradients} elements"
             )
-        if before is not None and overlap(held, before[1]):
+        if before is not None and not spec.sums_runs and overlap(held, before[1]):
             yield (
                 f"{place}: the gradients of {issue.unit} take {_said(held)}, which overlap those of {before[0]} "
                 f"({_said(before[1])}), the reduction right before"
             )
         before = issue.unit, held
+
+
+def _run_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
+    """Yield the problems of buffers that hold sums over runs of passes: those of a run lie beside each other, and
+    beside those that the run before reduced last."""
+    reducing, held = dict[str, int](), dict[str, int]()
+    for one in program.passes:
+        place, buffered = Place(one.action), [passed for passed in one.backward if passed.offset is not None]
+        for passed in buffered:
+            if passed.unit in held and held[passed.unit] != passed.offset:
+                yield f"{place}: the gradients of {passed.unit} are not added to those of its pass before"
+        held |= {passed.unit: passed.offset for passed in buffered if passed.offset is not None}
+        taken = {**reducing, **held}
+        for unit in (passed.unit for passed in buffered if passed.opens):
+            for other in taken:
+                ranges = [(taken[name], taken[name] + spec.padded[name]) for name in (unit, other)]
+                if unit != other and overlap(*ranges):
+                    yield f"{place}: the gradients of {unit} take {_said(ranges[0])}, which overlap those of {other}"
+        for unit, issue in one.reduces.items():
+            if issue.offset is not None and issue.offset != held.get(unit):
+                yield f"{place}: the reduction of {unit} is not of the buffer that has its gradients"
+        if one.reduces and held:
+            reducing, held = held, {}
 
 
 @dataclass

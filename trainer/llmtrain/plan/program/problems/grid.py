@@ -45,8 +45,8 @@ class RankPart:
     def partial(self, issue: Issue) -> Iterator[Transfer]:
         """Yield the sum of TP-replicated gradients before a reduction, if it has one."""
         if isinstance(issue, Reduce) and issue.partial:
-            buffered = issue.offset is not None and issue.unit in self.units
-            element = self.units[issue.unit].element_bytes if buffered else self._sum_bytes(issue.unit)
+            unit, buffered = self.units.get(issue.unit), issue.offset is not None
+            element = 4 if unit is None else unit.reduced_bytes(buffered, self.spec.sums_runs)
             yield self._sum("partial", issue.unit, issue.partial * element)
 
     def final(self, one: ReplicaSum) -> Transfer:

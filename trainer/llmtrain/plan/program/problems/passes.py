@@ -4,7 +4,8 @@ No torch in here.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from llmtrain.plan.program.instructions import At, BackwardPass, Pass, Program, Reduce, ReplicaSum
@@ -21,12 +22,14 @@ def pass_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
             yield f"start: it reduces {issue.unit} before its first backward pass"
     expected = set(spec.actions)
     passes = [one for one in program.passes if one.action in expected]
-    backward = backward_passes([one.action for one in passes], spec.stages, spec.splits_backward)
+    backward = backward_passes([one.action for one in passes], spec.stages, spec.splits_backward, spec.sums_runs)
+    reduced = set[str]()
     for one, own in zip(passes, backward, strict=True):
         by_unit = {passed.unit: passed for passed in own}
         yield from _flag_problems(one, by_unit)
         yield from _point_problems(spec, one, by_unit)
-        yield from _reduce_problems(spec, one, by_unit)
+        yield from _reduce_problems(spec, one, by_unit, reduced)
+        reduced |= {unit for unit, passed in by_unit.items() if spec.is_reduced(passed)}
     yield from _finish_problems(spec, program)
 
 
@@ -57,7 +60,7 @@ def _flag_problems(one: Pass, expected: Mapping[str, BackwardPass]) -> Iterator[
             yield f"pass {one.action}: it has {counted[unit]} backward passes through {unit}; expected {wanted}"
     for passed in one.backward:
         right = expected.get(passed.unit, passed)
-        for flag in ("first", "last", "leading"):
+        for flag in ("first", "last", "leading", "opens", "closes"):
             said, holds = getattr(passed, flag), getattr(right, flag)
             if said != holds:
                 yield (
@@ -83,21 +86,26 @@ def _expected_points(spec: ProgramSpec, one: Pass, backward: Mapping[str, Backwa
     return [
         (at, unit)
         for at, unit in spots
-        if (spec.is_reduced(unit, backward[unit].last) if at is At.GRADIENTS else spec.is_gathered(unit))
+        if (spec.is_reduced(backward[unit]) if at is At.GRADIENTS else spec.is_gathered(unit))
     ]
 
 
-def _reduce_problems(spec: ProgramSpec, one: Pass, backward: Mapping[str, BackwardPass]) -> Iterator[str]:
+def _reduce_problems(
+    spec: ProgramSpec, one: Pass, backward: Mapping[str, BackwardPass], reduced: Collection[str]
+) -> Iterator[str]:
     """Yield the units that a pass does not reduce as often as it should, and reductions in the wrong place or with the
-    wrong flags."""
-    expected = {unit for unit, passed in backward.items() if spec.is_reduced(unit, passed.last)}
+    wrong flags. reduced: units that were reduced before."""
+    expected = {unit for unit, passed in backward.items() if spec.is_reduced(passed)}
     counted: Counter[str] = Counter()
     for place, issue in pass_issues(one):
         if not isinstance(issue, Reduce):
             continue
         counted[issue.unit] += 1
         if issue.unit in expected:
-            yield from _wrong_reduce(spec, place, issue, backward[issue.unit])
+            passed = backward[issue.unit]
+            # A buffer has the gradients of all passes since the reduction before.
+            first = issue.unit not in reduced if spec.is_buffered(issue.unit) else passed.first
+            yield from _wrong_reduce(spec, place, issue, replace(passed, first=first))
     for unit in dict.fromkeys((*backward, *counted)):
         wanted = int(unit in expected)
         if counted[unit] != wanted:
