@@ -38,9 +38,10 @@ def moves_with(spare: int) -> list[Moves]:
     ]
 
 
-def computation(microbatches: int = 1) -> Computation:
+def computation(microbatches: int = 1, by_unit: bool = False) -> Computation:
     """One second for each microbatch."""
-    return Computation([1 / 3 / UNITS] * UNITS, [2 / 3 / UNITS] * UNITS, microbatches)
+    runs = (1,) * UNITS if by_unit else ()
+    return Computation([1 / 3 / UNITS] * UNITS, [2 / 3 / UNITS] * UNITS, microbatches, runs)
 
 
 def rates(link: float, step: float) -> Rates:
@@ -48,14 +49,27 @@ def rates(link: float, step: float) -> Rates:
     return Rates(down=4 * TOTAL / link, up=4 * TOTAL / link, step=TOTAL / step)
 
 
+@pytest.mark.parametrize("by_unit", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 4, 16])
 @pytest.mark.parametrize(("link", "step"), [(0.25, 0.25), (0.5, 0.5), (1, 0.5), (0.5, 1), (0.5, 2)])
-def test_all_ahead_is_near_the_least_time(link: float, step: float, microbatches: int) -> None:
-    given = moves_with(1), computation(microbatches), rates(link, step)
+def test_all_ahead_is_near_the_least_time(link: float, step: float, microbatches: int, by_unit: bool) -> None:
+    given = moves_with(1), computation(microbatches, by_unit), rates(link, step)
     simulated = simulate_steps(*given, Order(4))
     assert order_problems(given[0], simulated.events) == []
     assert max(least_seconds(*given).values()) - 1e-9 <= exact_least(*given) <= simulated.seconds + 1e-9
     assert simulated.seconds <= 1.07 * exact_least(*given)
+
+
+@pytest.mark.parametrize(("link", "step"), [(1, 0.5), (0.5, 2)])
+def test_breadth_first_hides_what_moves_beside_several_microbatches(link: float, step: float) -> None:
+    """All but the passes of the last unit run beside the other lanes."""
+    found = {}
+    for by_unit in (False, True):
+        given = moves_with(1), computation(4, by_unit), rates(link, step)
+        found[by_unit] = simulate_steps(*given, Order(4)).seconds
+        busiest = max(least_seconds(*given).values())
+    assert found[True] <= 1.05 * busiest
+    assert found[True] < found[False]
 
 
 def test_more_spare_memory_is_never_slower() -> None:

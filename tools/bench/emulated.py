@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import cast
 
 import torch
@@ -150,8 +151,7 @@ class EmulatedRun:
             began = self._now
             numbers = AdamWStep(step=number, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
             self.stepper.begin(numbers)
-            for microbatch in range(self._computation.microbatches):
-                self._pass(microbatch == self._computation.microbatches - 1)
+            self._passes()
             self.stepper.decide(numbers)
             self.happened.append(MoveEvent("decide", applies=True))
             self._tickets = [self.stepper.step(self._at(places, self._now), numbers) for places in self._of_unit]
@@ -173,20 +173,33 @@ class EmulatedRun:
         self.stepper.close()
         return max(cast(At, event).time for ticket in tickets for event in ticket.events) - began
 
-    def _pass(self, last: bool) -> None:
+    def _passes(self) -> None:
+        """Run all passes of a step. Where one microbatch follows the other, all forward passes come first too, which
+        takes as long: weights and gradients are waited for in the first forward and the last backward pass alone."""
+        computation = self._computation
+        for run, _ in product(computation.ranges, range(computation.microbatches)):
+            for unit in run:
+                self._wait(unit)
+                self._compute(computation.forward[unit])
+        for run, microbatch in product(reversed(computation.ranges), range(computation.microbatches)):
+            for unit in reversed(run):
+                self._compute(computation.backward[unit])
+                if microbatch == computation.microbatches - 1:
+                    self._complete(unit)
+
+    def _wait(self, unit: int) -> None:
+        """Wait for the weights of a unit."""
         together = self._order.waits_for
-        for unit, seconds in enumerate(self._computation.forward):
-            for ticket in self._tickets if together is None else self._tickets[unit : unit + together]:
-                self.stepper.wait_until(lambda ticket=ticket: not ticket.left)  # type: ignore[misc]
-                self._now = max(self._now, *(cast(At, event).time for event in ticket.events))
-            self._compute(seconds)
-        for unit, seconds in reversed(list(enumerate(self._computation.backward))):
-            self._compute(seconds)
-            if last:
-                self.happened.append(MoveEvent("gradient", unit))
-                spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
-                works = self._at(spare, self._now)
-                self.stepper.step_ahead([StepAhead(work, self._spare[work.bucket]) for work in works])
+        for ticket in self._tickets if together is None else self._tickets[unit : unit + together]:
+            self.stepper.wait_until(lambda ticket=ticket: not ticket.left)  # type: ignore[misc]
+            self._now = max(self._now, *(cast(At, event).time for event in ticket.events))
+
+    def _complete(self, unit: int) -> None:
+        """Let a unit be stepped ahead, as its gradients are complete."""
+        self.happened.append(MoveEvent("gradient", unit))
+        spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
+        works = self._at(spare, self._now)
+        self.stepper.step_ahead([StepAhead(work, self._spare[work.bucket]) for work in works])
 
     def _compute(self, seconds: float) -> None:
         self._now += seconds

@@ -52,6 +52,7 @@ COMPILED, RECOMPUTED = "train.compile=true", "activation_checkpointing=full"
 # A fresh model's gradients would be clipped, and then nothing is stepped before the norm is known.
 NO_CLIP = "optimizer.clip=0"
 HOST = ("offload.optimizer=host",)
+BREADTH_FIRST = "pipeline.schedule=breadth-first"
 # Stepped before the norm is known. States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
 AHEAD, NOT_AHEAD = "offload.spare=1", "offload.spare=0"
 PARTS = (
@@ -69,6 +70,17 @@ PARTS = (
         keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD),
         sequence=2048,
         batch=32,
+        seconds=200,
+        steps=5,
+    ),
+    # With several microbatches, all of which pass a layer before the next one, most gradients are complete early.
+    Part(
+        name="3B, states on the host, breadth-first",
+        preset="llama3.2-3b",
+        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD, BREADTH_FIRST),
+        sequence=2048,
+        batch=32,
+        microbatch=4,
         seconds=200,
         steps=5,
     ),

@@ -34,7 +34,8 @@ from tools.bench.table import machine, table, write_section
 
 # Compute, host link and step.
 RATIOS = ((1, 0.25, 0.25), (1, 0.5, 0.5), (1, 1, 0.5), (1, 0.5, 1), (1, 0.5, 2))
-ACCUMULATIONS = (1, 4, 16)
+# Microbatches, and whether they all pass a unit before the next one.
+ACCUMULATIONS = ((1, False), (4, False), (4, True), (16, False), (16, True))
 UNITS, PER_UNIT, ELEMENTS, THREADS = 32, 4, 1000, 4
 TOTAL = UNITS * PER_UNIT * ELEMENTS
 # AxoNN's chunks of the reduction: seconds of the whole reduction, and of beginning each of its calls.
@@ -43,13 +44,15 @@ REDUCTION, CALL = 0.4, 0.004
 
 @dataclass(frozen=True)
 class Case:
-    """One row. spare: one bucket in so many may be stepped ahead, 0 for none."""
+    """One row. spare: one bucket in so many may be stepped ahead, 0 for none. by_unit: whether all microbatches pass a
+    unit before the next one (`pipeline.schedule: breadth-first`)."""
 
     ratio: tuple[float, float, float]
     microbatches: int
     spare: int = 0
     order: Order = field(default_factory=lambda: Order(THREADS))
     on_device: bool = False
+    by_unit: bool = False
 
     def moves(self) -> list[Moves]:
         """Return what each bucket moves."""
@@ -75,7 +78,7 @@ class Case:
         compute, link, step = (part * second for part in self.ratio)
         forward, backward = [compute / 3 / UNITS] * UNITS, [2 * compute / 3 / UNITS] * UNITS
         rate = 4 * TOTAL / link
-        computation = Computation(forward, backward, self.microbatches)
+        computation = Computation(forward, backward, self.microbatches, (1,) * UNITS if self.by_unit else ())
         return self.moves(), computation, Rates(down=rate, up=rate, step=TOTAL / step)
 
 
@@ -98,12 +101,12 @@ def main() -> None:
     arguments = parser.parse_args()
     load, rows, others = os.getloadavg()[0], list[Sequence[str]](), list[Sequence[str]]()
     for ratio in RATIOS:
-        for microbatches in ACCUMULATIONS:
+        for microbatches, by_unit in ACCUMULATIONS:
             found = {
-                spare: measure(Case(ratio, microbatches, spare), arguments.second, arguments.steps)
+                spare: measure(Case(ratio, microbatches, spare, by_unit=by_unit), arguments.second, arguments.steps)
                 for spare in (0, 4, 1)
             }
-            rows.append(row(ratio, microbatches, found))
+            rows.append(row(ratio, f"{microbatches}{', breadth-first' if by_unit else ''}", found))
             print(rows[-1], flush=True)
         others.append(other_orders(ratio, arguments.second, arguments.steps))
         print(others[-1], flush=True)
@@ -124,14 +127,14 @@ def measure(case: Case, second: float, steps: int) -> Found:
     return Found(run.seconds[1:], simulated.seconds, max(least_seconds(*given).values()), exact_least(*given))
 
 
-def row(ratio: Sequence[float], microbatches: int, found: dict[int, Found]) -> Sequence[str]:
+def row(ratio: Sequence[float], microbatches: str, found: dict[int, Found]) -> Sequence[str]:
     """Return a row of the first table."""
     full = found[1]
     cells = [f"{statistics.median(one.measured) / full.busiest:.2f}" for one in found.values()]
     noise = (max(full.measured) - min(full.measured)) / full.simulated
     return (
         shown(ratio),
-        str(microbatches),
+        microbatches,
         *cells,
         f"{statistics.median(full.measured) / full.simulated:.3f}",
         f"{noise:.3f}",
@@ -208,7 +211,9 @@ of {PER_UNIT} buckets, {second:g} s for the computation of one microbatch, {step
 stepping all buckets. `spare` columns are the measured seconds of a step as multiples of the busiest lane (compute, host
 link each way, step). `measured / simulated`, `noise` (of the measured steps, largest less smallest, over simulated) and
 the last two columns are with `spare 1`. The least exact step is longer than the busiest lane where gradients are
-complete only in the last of several microbatches, and as weights may come up only once the norm is known.
+complete only in the last of several microbatches, and as weights may come up only once the norm is known. With
+`pipeline.schedule: breadth-first`, all microbatches pass a unit before the next one, so that most gradients are
+complete early.
 
 {table(header, rows)}
 

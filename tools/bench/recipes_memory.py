@@ -37,7 +37,7 @@ def _rows(memory: dict[str, Any], role: dict[str, Any]) -> list[list[str]]:
     rows = [[LABELS[key], *cells(size, None, None)] for key, size in role["device"].items() if size]
     rows += [[LABELS[key], *cells(None, size, None)] for key, size in role["host"].items() if size]
     if role["files"]:
-        rows.append(["offloaded model states", *cells(None, None, role["files"])])
+        rows.append(["offloaded, in files", *cells(None, None, role["files"])])
     host = sum(role["host"].values())
     return [
         *rows,

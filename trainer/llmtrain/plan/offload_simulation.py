@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count, pairwise, product
 from math import inf
 
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves
@@ -21,11 +21,19 @@ _Process = Generator[float | Callable[[], bool], None, None]
 @dataclass(frozen=True)
 class Computation:
     """The computation of a step. forward, backward: seconds of one microbatch in each unit, in the order of the forward
-    pass. microbatches: their number in a step."""
+    pass. microbatches: their number in a step. runs: numbers of units that all microbatches pass before the next ones;
+    none if each microbatch passes all units before the next microbatch."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     microbatches: int = 1
+    runs: Sequence[int] = ()
+
+    @property
+    def ranges(self) -> list[range]:
+        """The units of each run. Microbatches that pass all units one after another take as long as one run."""
+        ends = list(accumulate(self.runs or (len(self.forward),)))
+        return [range(start, end) for start, end in pairwise([0, *ends])]
 
     @property
     def seconds(self) -> float:
@@ -80,14 +88,18 @@ def least_seconds(moves: Sequence[Moves], computation: Computation, rates: Rates
 def exact_least(moves: Sequence[Moves], computation: Computation, rates: Rates) -> float:
     """Return the least seconds of a step that is exact.
 
-    Gradients are complete in the last backward pass, and the next forward pass needs the weights: the other lanes run
-    beside these two alone. Weights are copied to the device once the norm is known, during the forward pass.
+    The first gradients are complete in the last backward pass of the last run of units, and its first forward pass
+    needs the last weights: the other lanes do not run beside its other passes. Weights are copied to the device once
+    the norm is known, during the forward passes.
     """
-    busy = least_seconds(moves, computation, rates)
-    alone = busy.pop("compute")
-    one, backward = alone / computation.microbatches, sum(computation.backward)
+    busy, last = least_seconds(moves, computation, rates), computation.ranges[-1]
+    alone, others = busy.pop("compute"), computation.microbatches - 1
+    forward, backward = (
+        others * sum(times[unit] for unit in last) for times in (computation.forward, computation.backward)
+    )
+    beside, gradients = alone - forward - backward, computation.microbatches * sum(computation.backward) - backward
     weights = sum(one.commit for one in moves) / rates.up
-    return alone - one + max(one, backward + weights, *busy.values())
+    return forward + backward + max(beside, gradients + weights, *busy.values())
 
 
 def simulate_steps(
@@ -151,12 +163,13 @@ class _Simulation:
     def _compute(self, steps: int) -> _Process:
         computation, together = self._computation, self._order.waits_for
         for _ in range(steps):
-            for microbatch in range(computation.microbatches):
-                for unit in self._units:
+            for run, _ in product(computation.ranges, range(computation.microbatches)):
+                for unit in run:
                     waited = self._units if together is None else self._units[unit : unit + together]
                     yield lambda waited=waited: not any(self._left[one] for one in waited)  # type: ignore[misc]
                     yield self._now + computation.forward[unit]
-                for unit in reversed(self._units):
+            for run, microbatch in product(reversed(computation.ranges), range(computation.microbatches)):
+                for unit in reversed(run):
                     yield self._now + computation.backward[unit]
                     if microbatch == computation.microbatches - 1:
                         self._complete(unit)

@@ -79,9 +79,22 @@ def rank_computation(plan: Plan, rank: int) -> Computation | None:
     of_unit = {"embedding": costs.embedding, "head": costs.head}
     forward = [of_unit.get(name, costs.layer) * seconds for name in names]
     again = [plan.recomputes and name not in of_unit for name in names]
-    return Computation(
-        forward, [(2 + more) * one for one, more in zip(forward, again, strict=True)], batch.microbatches
-    )
+    backward = [(2 + more) * one for one, more in zip(forward, again, strict=True)]
+    return Computation(forward, backward, batch.microbatches, _runs(plan, rank, names))
+
+
+def _runs(plan: Plan, rank: int, names: Sequence[str]) -> tuple[int, ...]:
+    """Return how many units all microbatches pass before the next ones; none if one microbatch follows the other.
+    names: of the rank's units, in the order of the model."""
+    if not plan.sums_runs:
+        return ()
+    # A tied head computes with the embedding, which counts where the rank has it first.
+    left, found = set(names), list[int]()
+    for layout in plan.stages_of(rank):
+        own = left & {*layout.units}
+        left -= own
+        found.append(len(own))
+    return tuple(found)
 
 
 def merged(moves: Sequence[Moves], most: int = BUCKETS) -> list[Moves]:
