@@ -83,7 +83,7 @@ class Point:
         return f"{self.at.value} {self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardPass:
     """One backward pass through a unit.
 

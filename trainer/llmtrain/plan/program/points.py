@@ -85,7 +85,8 @@ def backward_passes(
             done[name] += 1
             # A tied head uses the token matrix of the embedding alone.
             leading = name == "embedding" and not layout.opens
-            own.append(BackwardPass(name, done[name] == 1, done[name] == total[name], leading, opens, closes))
+            first, last = done[name] == 1, done[name] == total[name]
+            own.append(BackwardPass(unit=name, first=first, last=last, leading=leading, opens=opens, closes=closes))
         found.append(tuple(own))
     return found
 
