@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 from harness import Case, Trained, assert_same_states
-from test_offload import ALL_IN_FILES, CLIP, CLIPPED, HOST, OVERFLOWS
+from test_offload import ALL_IN_FILES, HOST, OVERFLOWS
 
+# Norms that clipping cuts in some steps and not in others.
+CLIP = 0.8
 RECOMPUTED = ("activation_checkpointing=full", "model.layers=8")
 TIED = ("model.tie_embeddings=true",)
 LAYOUTS = {
@@ -28,7 +30,9 @@ OFFLOADS = {
     "all on the host": (*HOST, "offload.parameters=host", "offload.activations=host"),
     "optimizer ahead": (*HOST, "offload.spare=1", "offload.activations=host"),
 }
-BESIDE = {name: replace(case, keys=(*RECOMPUTED, *case.keys, *CLIPPED)) for name, case in LAYOUTS.items()}
+BESIDE = {
+    name: replace(case, keys=(*RECOMPUTED, *case.keys, f"optimizer.clip={CLIP}")) for name, case in LAYOUTS.items()
+}
 
 
 def offloaded(name: str, offload: str) -> Case:
