@@ -162,10 +162,11 @@ def _compute(recipe: Recipe, facts: Facts) -> Compute:
 def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, facts: Facts) -> Pipeline:
     given, ranks = recipe.pipeline, grid.degree(Axis.PIPELINE)
     # One pipeline rank ignores other schedules and their chunks, so that it can run a recipe for many ranks.
-    name = given.schedule if ranks > 1 or given.schedule == "breadth-first" else "1f1b"
-    chunks = _chunks(name, max(1, model.layers // ranks))
-    if given.chunks != "auto" and (ranks > 1 or name == "breadth-first"):
-        chunks = given.chunks
+    followed = ranks > 1 or given.schedule == "breadth-first"
+    name = given.schedule if followed else "1f1b"
+    chunks = given.chunks
+    if chunks == "auto" or not followed:
+        chunks = _chunks(name, max(1, model.layers // ranks))
     if problem := schedule_problems(name, ranks, chunks, batch.microbatches):
         raise BadInputError(problem)
     if name == "message-driven":

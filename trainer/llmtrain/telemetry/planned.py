@@ -82,10 +82,8 @@ def measured_figures(
     peaks = _numbers(memory)
     peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
     found = {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}
-    moved = {way: _moved(offload, way) for way in _MOVED}
-    return (
-        {**found, "moved_bytes": {way: size for way, size in moved.items() if size}} if any(moved.values()) else found
-    )
+    moved = {way: size for way in _MOVED if (size := _moved(offload, way))}
+    return {**found, "moved_bytes": moved} if moved else found
 
 
 def _moved(offload: object, way: str) -> float:

@@ -251,7 +251,7 @@ def evaluate(run: Run) -> bool:
     count = run.plan.training.eval_batches * run.plan.batch.sequences
     run.ranks.activity.begin(f"evaluating {units.count(min(count, len(run.valid_data)), 'sample')}")
     schedule = run.plan.pipeline.schedule
-    checked = InParts(run.ranks, run.stop, schedule.evaluated_together if schedule.stages > 1 else 1)
+    checked = InParts(run.ranks, run.stop, schedule.evaluated_together if schedule.ranks > 1 else 1)
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         counts = run.ranks.layout.coordinate(run.ranks.rank, Axis.TENSOR) == 0

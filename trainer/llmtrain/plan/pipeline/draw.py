@@ -31,10 +31,11 @@ def summary(view: PipelineView) -> list[tuple[str, str]]:
     """Return the figures of a pipeline, as (name, text)."""
     schedule, timeline = view.schedule, view.timeline
     chunks = f", each with {schedule.chunks} stages" if schedule.chunks > 1 else ""
+    ranks = units.count(schedule.ranks, "rank")
     activations = "microbatches" + (" of one stage" if schedule.chunks > 1 else "")
     step = units.seconds(timeline.makespan) if view.unit == "s" else f"{timeline.makespan:.4g} {view.unit}"
     found = [
-        ("schedule", f"{view.name}, {schedule.ranks} ranks{chunks}, {schedule.microbatches} microbatches"),
+        ("schedule", f"{view.name}, {ranks}{chunks}, {schedule.microbatches} microbatches"),
         ("split", f"{' '.join(map(str, view.split))} layers, in the order of the model"),
         ("bubble", f"{timeline.bubble:.1%} of the ranks' time, or {timeline.bubble_over_ideal:.1%} of their work"),
         (
