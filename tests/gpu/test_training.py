@@ -84,6 +84,14 @@ def test_recomputation_changes_no_loss(folder: Path, device: Device) -> None:
     assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-6)
 
 
+def test_breadth_first_changes_no_loss(folder: Path, device: Device) -> None:
+    """One rank sums gradients in the same order."""
+    keys = ("train.microbatch=1", "activation_checkpointing=full")
+    plain = trained(folder, "plain", device, *keys)
+    found = trained(folder, "breadth", device, *keys, "pipeline.schedule=breadth-first")
+    assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-6)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_blocks_have_the_same_curve(folder: Path) -> None:
     plain = trained(folder, "plain", "cuda")

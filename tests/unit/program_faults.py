@@ -136,6 +136,20 @@ def _exchanged(point: Point, other: Mapping[Issue, Issue]) -> Point:
     return replace(point, issues=tuple(other.get(issue, issue) for issue in point.issues))
 
 
+def summed_at(unit: str, offset: int, *passes: str) -> Change:
+    """Put the gradients of a unit elsewhere, in some backward passes."""
+
+    def moved(one: Pass) -> Pass:
+        return replace(one, backward=tuple(replace(b, offset=offset) if b.unit == unit else b for b in one.backward))
+
+    def changed(program: Program) -> Program:
+        for name in passes:
+            program = in_pass(name, moved)(program)
+        return program
+
+    return changed
+
+
 def with_flags(one: Pass, **flags: bool) -> Pass:
     first, *rest = one.backward
     return replace(one, backward=(replace(first, **flags), *rest))

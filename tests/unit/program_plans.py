@@ -15,6 +15,11 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "secondary": (4, ["zero.stage=3", "zero.secondary=2"]),
     "rounded": (4, ["zero.stage=3", "zero.secondary=2", "quantize.secondary=int8"]),
     "pipeline": (4, ["zero.stage=3", "parallel.pipeline=2"]),
+    "breadth": (4, ["zero.stage=3", "pipeline.schedule=breadth-first", "pipeline.chunks=2"]),
+    "breadth tied": (
+        8,
+        ["zero.stage=3", "parallel.pipeline=2", "pipeline.schedule=breadth-first", "model.tie_embeddings=true"],
+    ),
     "split": (4, ["zero.stage=3", "parallel.pipeline=2", "pipeline.schedule=zero-bubble", "model.tie_embeddings=true"]),
     "driven": (4, ["zero.stage=3", "parallel.pipeline=2", "pipeline.schedule=message-driven"]),
     "driven rounded": (

@@ -6,8 +6,10 @@ import pytest
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
+from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves, bucket_moves, order_problems
 from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.simulated_step import rank_computation
 from llmtrain.recipe.load import load_recipe
 
 UNITS, PER_UNIT, ELEMENTS = 32, 4, 1000
@@ -70,6 +72,29 @@ def test_breadth_first_hides_what_moves_beside_several_microbatches(link: float,
         busiest = max(least_seconds(*given).values())
     assert found[True] <= 1.05 * busiest
     assert found[True] < found[False]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_all_microbatches_pass_the_units_of_a_stage_together(tied: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    keys = [
+        "cluster={accelerator: {name: H100-80GB}, node: {ranks: 1}}",
+        f"model.tie_embeddings={tied}",
+        "activation_checkpointing=full",
+    ]
+    keys += ["train.global_batch=8", "train.microbatch=2"]
+
+    def ranges_of(*more: str) -> list[range]:
+        recipe = load_recipe(str(tmp_path / "r.yaml"), [*keys, *more])
+        found = rank_computation(make_plan(recipe, named_facts(recipe, Facts(world=1, device="cuda"))), 0)
+        assert found is not None
+        assert (len(found.forward), found.microbatches) == (6, 4)
+        return found.ranges
+
+    assert ranges_of("pipeline.schedule=breadth-first", "pipeline.chunks=2") == [range(3), range(3, 6)]
+    each = [range(2), range(2, 3), range(3, 4), range(4, 6)]
+    assert ranges_of("pipeline.schedule=breadth-first") == each
+    assert ranges_of() == [range(6)]
 
 
 def test_more_spare_memory_is_never_slower() -> None:

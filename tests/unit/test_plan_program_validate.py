@@ -30,6 +30,7 @@ from tests.unit.program_faults import (
     on_role,
     ordered,
     removals,
+    summed_at,
     swap_passes,
     swap_points,
     swap_reductions,
@@ -203,6 +204,31 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
     "gradients over those before": (
         "stage3", on_role(0, altered(Reduce, "blocks.2", offset=1)),
         ["pass B0, gradients blocks.2: .* overlap those of blocks.3 .*the reduction right before"],
+    ),
+    "gradients of a run in two buffers": (
+        "breadth", on_role(0, summed_at("blocks.3", 0, "B2.1")),
+        ["pass B2.1: the gradients of blocks.3 are not added to those of its pass before"],
+    ),
+    "gradients of a run over those of another unit": (
+        "breadth", on_role(0, summed_at("blocks.3", 0, "B0.1", "B1.1", "B2.1", "B3.1")),
+        ["pass B0.1: the gradients of blocks.3 take elements 0 to 28800, which overlap those of head"],
+    ),
+    "gradients of a run over those of the run before": (
+        "breadth", on_role(0, summed_at("blocks.1", 32128, "B0", "B1", "B2", "B3")),
+        ["pass B0: the gradients of blocks.1 take elements 32128 to 60928, which overlap those of blocks.2"],
+    ),
+    "reduction of another buffer": (
+        "breadth", on_role(0, altered(Reduce, "blocks.3", offset=1)),
+        ["pass B3.1: the reduction of blocks.3 is not of the buffer that has its gradients"],
+    ),
+    "reduction in the middle of a run": (
+        "breadth", on_role(0, in_pass("B1.1", lambda one: replace(one, points=(
+            *one.points, Point(At.GRADIENTS, "head", (Reduce("head", 0, True, False),)))))),
+        ["pass B1.1: it reduces head 1 times; expected 0"],
+    ),
+    "a pass that overwrites the sum of its run": (
+        "breadth", on_role(0, in_pass("B2.1", lambda one: with_flags(one, opens=True))),
+        ["pass B2.1: the backward pass through blocks.2 has opens True; expected False"],
     ),
     "no buffer for sharded gradients": (
         "stage3", on_role(0, altered(Reduce, "blocks.2", offset=None)),
