@@ -48,7 +48,14 @@ PLANS: dict[str, tuple[int, list[str]]] = {
     "tied": (4, ["zero.stage=2", "parallel.pipeline=2", "model.tie_embeddings=true"]),
 }
 
-SUMS = {"sequence": "", "sequence alone": "partial", "packed": "stage", "tied": "tied", "split": "tied"}
+SUMS = {
+    "sequence": "",
+    "sequence alone": "partial",
+    "packed": "stage",
+    "tied": "tied",
+    "split": "tied",
+    "breadth tied": "tied",
+}
 
 
 def small_plan(folder: Path, name: str) -> Plan:

@@ -72,6 +72,7 @@ PARTS = (
         batch=32,
         seconds=200,
         steps=5,
+        profiled=True,
     ),
     # With several microbatches, all of which pass a layer before the next one, most gradients are complete early.
     Part(
@@ -93,6 +94,25 @@ PARTS = (
         seconds=300,
         steps=3,
         profiled=True,
+    ),
+    # The largest that one H200 and 128 GiB of its host's memory hold, with 16-bit sums of gradients: 15.6B parameters.
+    Part(
+        name="16B, states on the host and the GPU",
+        preset="llama2-13b",
+        keys=(
+            "model.layers=48",
+            RECOMPUTED,
+            NO_CLIP,
+            *HOST,
+            NOT_AHEAD,
+            "offload.share=0.62",
+            "precision.gradients=compute",
+        ),
+        sequence=2048,
+        batch=8,
+        microbatch=4,
+        seconds=300,
+        steps=3,
     ),
     Part(name="124M, compiled", preset="gpt2-124m", keys=(COMPILED,), sequence=1024, batch=64),
     Part(
