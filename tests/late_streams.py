@@ -79,6 +79,9 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
         def synchronize(self) -> None:
             self.stream.run(self.place)
 
+        def query(self) -> bool:
+            return False
+
     @contextmanager
     def using(stream: LateStream) -> Iterator[None]:
         before, mode.current = mode.current, stream

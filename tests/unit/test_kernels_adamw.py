@@ -184,7 +184,8 @@ def test_backends_write_weights(backend: str, weight_dtype: torch.dtype) -> None
     assert torch.equal(weight, ours[0].to(weight_dtype))
 
 
-@pytest.mark.parametrize("numel", [100, 70_001])
+# What more than 2**20 elements write elsewhere goes past the caches.
+@pytest.mark.parametrize("numel", [100, 70_001, 2**20 + 77])
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_states_go_elsewhere(backend: str, numel: int) -> None:
     """The old states stay, and the new ones have the bits that a step in place gives."""

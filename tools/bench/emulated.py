@@ -40,6 +40,10 @@ class At:
         if left > 0:
             time.sleep(left)
 
+    def query(self) -> bool:
+        """See Event."""
+        return time.perf_counter() >= self.time
+
 
 class EmulatedLane:
     """Does one thing after the other."""

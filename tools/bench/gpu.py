@@ -72,7 +72,6 @@ PARTS = (
         batch=32,
         seconds=200,
         steps=5,
-        profiled=True,
     ),
     # With several microbatches, all of which pass a layer before the next one, most gradients are complete early.
     Part(

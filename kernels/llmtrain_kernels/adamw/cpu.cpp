@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t GROUP = SQUARE_LANES, MIN_ELEMENTS_FOR_THREADS = 1 << 15;
-// Weights of such large ranges leave the caches before they are used. Writing them past the caches is faster.
+// What such large ranges write elsewhere leaves the caches before it is used. Writing it past the caches is faster.
 constexpr int64_t MIN_ELEMENTS_TO_STREAM = 1 << 20;
 // How many elements ahead the processor is told to load.
 constexpr int64_t AHEAD = 4 * GROUP;
@@ -139,8 +139,11 @@ struct Ranges {
     Ranges at(int64_t i) const { return {from.at(i), to.at(i), gradient + i, weight ? weight + i : nullptr}; }
 };
 
+// What is written past the caches: nothing, weights, or weights and new states that are not in the place of the old ones.
+enum class Past { NOTHING, WEIGHTS, ALL };
+
 // Step GROUP elements. squares: sums to add the gradient's squares to, or null.
-template <typename Set, bool STREAM, typename G, typename W>
+template <typename Set, Past PAST, typename G, typename W>
 inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* squares) {
     for (int64_t i = 0; i < GROUP; i += Set::LANES) {
         auto g = Set::from(at.gradient + i), m = Set::from(at.from.m + i), v = Set::from(at.from.v + i);
@@ -149,10 +152,16 @@ inline void step_group(const Ranges<G, W>& at, const Numbers& numbers, double* s
         m = m + (g - m) * numbers.m_share;
         v = v * numbers.v_kept + g * numbers.v_share * g;
         auto master = Set::from(at.from.master + i) * numbers.kept - m / (Set::root(v) + numbers.eps) * numbers.rate;
-        Set::to(at.to.m + i, m);
-        Set::to(at.to.v + i, v);
-        Set::to(at.to.master + i, master);
-        if constexpr (STREAM) Set::stream(at.weight + i, master);
+        if constexpr (PAST == Past::ALL) {
+            Set::stream(at.to.m + i, m);
+            Set::stream(at.to.v + i, v);
+            Set::stream(at.to.master + i, master);
+        } else {
+            Set::to(at.to.m + i, m);
+            Set::to(at.to.v + i, v);
+            Set::to(at.to.master + i, master);
+        }
+        if constexpr (PAST != Past::NOTHING) Set::stream(at.weight + i, master);
         else if (at.weight) Set::to(at.weight + i, master);
     }
 }
@@ -168,7 +177,7 @@ void step_tail(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, do
     std::memcpy(v, at.from.v, count * sizeof *v);
     std::memcpy(gradient, at.gradient, count * sizeof *gradient);
     States copied{master, m, v};
-    step_group<Set, false>(Ranges<G, W>{copied, copied, gradient, weight}, numbers, squares);
+    step_group<Set, Past::NOTHING>(Ranges<G, W>{copied, copied, gradient, weight}, numbers, squares);
     std::memcpy(at.to.master, master, count * sizeof *master);
     std::memcpy(at.to.m, m, count * sizeof *m);
     std::memcpy(at.to.v, v, count * sizeof *v);
@@ -176,14 +185,24 @@ void step_tail(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, do
 }
 
 // Step the GROUPs of `count` elements.
-template <typename Set, bool STREAM, typename G, typename W>
+template <typename Set, Past PAST, typename G, typename W>
 void step_groups(const Ranges<G, W>& at, int64_t count, const Numbers& numbers, double* squares) {
     for (int64_t i = 0; i < count; i += GROUP) {
         // Addresses beyond the range do no harm.
         __builtin_prefetch(at.gradient + i + AHEAD);
         for (float* state : {at.from.master, at.from.m, at.from.v}) __builtin_prefetch(state + i + AHEAD, 1);
-        step_group<Set, STREAM>(at.at(i), numbers, squares);
+        step_group<Set, PAST>(at.at(i), numbers, squares);
     }
+}
+
+inline bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 64 == 0; }
+
+// What of a large range is written past the caches.
+template <typename G, typename W>
+Past past_caches(const Ranges<G, W>& at) {
+    if (!aligned(at.weight)) return Past::NOTHING;
+    bool apart = at.to.m != at.from.m && at.to.v != at.from.v && at.to.master != at.from.master;
+    return apart && aligned(at.to.m) && aligned(at.to.v) && aligned(at.to.master) ? Past::ALL : Past::WEIGHTS;
 }
 
 // Where a range lies in the blocks of its flat buffer, and how to step it.
@@ -204,9 +223,10 @@ void step_range(const Ranges<G, W>& range, const Partition& partition, const Num
             int64_t count = std::min(partition.count, (one + 1) * partition.block - partition.first) - start, rest = count % GROUP;
             Ranges<G, W> at = range.at(start);
             double lanes[SQUARE_LANES] = {}, *squares = sums ? lanes : nullptr;
-            if (large && reinterpret_cast<uintptr_t>(at.weight) % 64 == 0)
-                step_groups<Set, true>(at, count - rest, numbers, squares);
-            else step_groups<Set, false>(at, count - rest, numbers, squares);
+            Past past = large ? past_caches(at) : Past::NOTHING;
+            if (past == Past::ALL) step_groups<Set, Past::ALL>(at, count - rest, numbers, squares);
+            else if (past == Past::WEIGHTS) step_groups<Set, Past::WEIGHTS>(at, count - rest, numbers, squares);
+            else step_groups<Set, Past::NOTHING>(at, count - rest, numbers, squares);
             if (rest) step_tail<Set>(at.at(count - rest), rest, numbers, squares);
             if (sums) sums[one] = sum_of_lanes(lanes);
         }

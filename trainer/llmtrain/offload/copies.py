@@ -20,6 +20,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Let the host wait for it."""
 
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
 
 class Passed:
     """The event of what is done when it is asked for, as on a CPU."""
@@ -29,6 +32,10 @@ class Passed:
 
     def synchronize(self) -> None:
         """See Event."""
+
+    def query(self) -> bool:
+        """See Event."""
+        return True
 
 
 def recorded(on_gpu: bool) -> Event:

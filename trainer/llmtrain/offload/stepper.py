@@ -85,9 +85,9 @@ class _Ahead:
 
 @dataclass
 class _Queue:
-    """What is to be done. ahead: by unit, in the order in which their gradients arrived. final, commits: in order;
-    steps, and commits of steps ahead. stepped_ahead: steps ahead that have been taken out, by bucket. left: jobs of
-    `final` and `commits` that are not done."""
+    """What is to be done. ahead: by unit, in the order in which the device computes their gradients. final, commits: in
+    order; steps, and commits of steps ahead. stepped_ahead: steps ahead that have been taken out, by bucket. left: jobs
+    of `final` and `commits` that are not done."""
 
     ahead: list[deque[_Ahead]] = field(default_factory=list)
     final: deque[_Step] = field(default_factory=deque)
@@ -96,14 +96,18 @@ class _Queue:
     left: int = 0
 
     def next(self) -> _Step | _Ahead | None:
-        """Take out the next job: the first final one; else, of the unit whose gradients arrived last."""
+        """Take out the next job: the first final one; else, of the unit whose gradients arrived last; else, of the unit
+        whose gradients arrive next."""
         if self.final:
             return self.final.popleft()
         if not self.ahead:
             return None
-        job = self.ahead[-1].popleft()
-        if not self.ahead[-1]:
-            self.ahead.pop()
+        # The host adds units long before the GPU has computed their gradients.
+        arrived = (place for place in reversed(range(len(self.ahead))) if self.ahead[place][0].work.computed.query())
+        place = next(arrived, 0)
+        job = self.ahead[place].popleft()
+        if not self.ahead[place]:
+            del self.ahead[place]
         self.stepped_ahead[job.work.bucket] = job
         return job
 

@@ -19,6 +19,8 @@ GRANULE = 1024
 NORM_BLOCK = 4096
 # Elements of a bucket, if the recipe leaves them open.
 BUCKET = 2**19
+# The same for buckets that the host's memory and a GPU exchange: Python's threads hand out some thousand in a second.
+HOST_BUCKET = 2**22
 # Buckets that are on their way while one is stepped, if the recipe leaves them open.
 OVERLAP = READ_AHEAD = 3
 # Buckets in files that may still be being written while another one is stepped.
@@ -60,7 +62,8 @@ class Offload:
                 f"offload.{in_files[0]} is nvme, but neither offload.paths nor the cluster file's node.nvme names a "
                 "folder; give a folder of each NVMe volume"
             )
-        bucket = BUCKET if recipe.bucket == "auto" else recipe.bucket
+        default = HOST_BUCKET if device != "cpu" and recipe.optimizer == "host" else BUCKET
+        bucket = default if recipe.bucket == "auto" else recipe.bucket
         share = 1.0 if recipe.share == "auto" else recipe.share
         return cls(
             tier=recipe.optimizer,

@@ -31,9 +31,9 @@ class OffloadConfig:
     CPUs, for nvme, and where no gradients are complete before the last pass ends; for host it is the most that fits
     `cluster.node.host.memory`, in eighths, or a quarter where that is not stated. paths: folders for nvme, one for each
     volume, over which bytes are striped; by default those of the cluster file's node.nvme. bucket: elements of a bucket
-    of states; auto is 524288. overlap: buckets of optimizer states that are on their way while one is stepped (AxoNN's
-    k; ranks have reduced their gradients during the backward pass). With optimizer host, overlap + 1 threads step a
-    bucket each, and none is fetched ahead. auto is 3.
+    of states; auto is 4194304 where a GPU's host has them in its memory, else 524288. overlap: buckets of optimizer
+    states that are on their way while one is stepped (AxoNN's k; ranks have reduced their gradients during the backward
+    pass). With optimizer host, overlap + 1 threads step a bucket each, and none is fetched ahead. auto is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
