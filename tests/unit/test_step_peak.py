@@ -19,6 +19,13 @@ SETTINGS = {
     "sums in bf16": ("activation_checkpointing=none", "precision.gradients=compute"),
     "dropout": ("activation_checkpointing=full", "model.dropout=0.1"),
     "fp32": ("activation_checkpointing=none", "precision.compute=fp32"),
+    # A block's backward pass takes most, and not the loss.
+    "many sequences": ("activation_checkpointing=full", "train.microbatch=64", "train.global_batch=64"),
+    "many sequences, nothing recomputed": (
+        "activation_checkpointing=none",
+        "train.microbatch=64",
+        "train.global_batch=64",
+    ),
 }
 PRESETS = ("gpt2-124m", "llama3.2-1b", "pythia-160m")
 CASES = {(preset, name): keys for preset in PRESETS for name, keys in SETTINGS.items()}

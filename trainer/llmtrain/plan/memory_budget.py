@@ -19,7 +19,7 @@ from llmtrain.plan.program.by_rank import ProgramsOf, programs_of
 from llmtrain.plan.rank_activations import activation_memory
 from llmtrain.plan.roles import Role, roles
 from llmtrain.plan.states import role_states
-from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
+from llmtrain.plan.temporaries import backward_bytes, gradient_bytes, loss_bytes
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _buffers(plan: Plan, role: Role, programs: Programs) -> dict[str, int]:
 
 
 def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
-    """Yield what tensors take while a chunk of the loss is computed, and while a group of blocks is computed again,
-    with all microbatches that can be alive then."""
+    """Yield what tensors take while a chunk of the loss is computed, and in the backward pass of a block after its
+    group is computed again, with all microbatches that can be alive then."""
     live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role)
     yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role))}
     layouts, place = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
@@ -168,7 +168,10 @@ def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
         ends = layout.closes and len(layouts) == 1 and not deferred_bytes(plan, layout, place)
         # A backward pass of the head is over before that of the blocks, and leaves nothing for later.
         gone = unit_activations(plan, layout, "head", place) if ends else 0
-        yield {"activations": live + recomputed_peak(plan, layout) - gone, "temporaries": gradient}
+        yield {
+            "activations": live + recomputed_peak(plan, layout) - gone,
+            "temporaries": gradient + backward_bytes(plan),
+        }
 
 
 _Part = tuple[str, Callable[[Plan, Role], int]]

@@ -10,6 +10,7 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.facts import Device
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.roles import Role
+from llmtrain.plan.saved_tensors import Sizes
 
 
 def gradient_bytes(plan: Plan, role: Role) -> int:
@@ -17,14 +18,24 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
     averaged.
 
     In the compute dtype, autograd holds one parameter's gradient until it is added; a GPU keeps a unit's small ones.
-    After the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in
-    fp32.
+    That of an embedding which is also the output matrix waits from the head's backward pass to the embedding's. After
+    the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
     """
-    gradient = max(_held(unit, plan.device) for unit in role.units) * plan.compute_bytes
+    held = {unit.name: _held(unit, plan.device) for unit in role.units}
+    tied = plan.model.tie_embeddings and {"embedding", "head"} <= held.keys()
+    waiting = held.pop("embedding") if tied else 0
+    gradient = (waiting + max(held.values())) * plan.compute_bytes
     averaged = 0
     if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
     return max(gradient, averaged)
+
+
+def backward_bytes(plan: Plan) -> int:
+    """Return the most bytes that a block's backward pass adds to what the block keeps: the gradient that comes in, and
+    that of the activation's input. The gradient of the activation's output takes the place of this output."""
+    sizes = Sizes.of(plan)
+    return sizes.tokens * (plan.model.hidden + sizes.up) * plan.compute_bytes
 
 
 def loss_bytes(plan: Plan, role: Role) -> int:
