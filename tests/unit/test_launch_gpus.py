@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.description import Accelerator, Cluster, Node
-from llmtrain.launch.gpus import gpu_memory_problem, least_capability
+from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
+from llmtrain.launch import gpus
+from llmtrain.launch.gpus import gpu_memory_problem, least_capability, this_machine
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.make import make_plan
 from llmtrain.recipe.load import parse_recipe
@@ -76,6 +77,61 @@ def test_a_run_names_a_card_smaller_than_stated(
     for force in (False, True):
         start.start("old.yaml", [], 1, dry_run=True, force=force)
         assert ("but this machine's GPU has 40.0 GiB" in capsys.readouterr().out) is not force
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks", "found"),
+    [
+        ("143771 MiB, Disabled, NVIDIA H200\n", 1, ("NVIDIA H200", "136.1GiB")),
+        ("24564 MiB, [N/A], NVIDIA GeForce RTX 4090\n", 1, ("NVIDIA GeForce RTX 4090", "23.2GiB")),
+        # The display's card comes last.
+        ("2048 MiB, [N/A], T400\n24564 MiB, [N/A], RTX 4090\n", 1, ("RTX 4090", "23.2GiB")),
+        ("81559 MiB, Disabled, H100\n40960 MiB, Disabled, A100\n", 2, ("A100", "38.8GiB")),
+        ("81559 MiB, Disabled, H100\n", 2, None),
+        ("81559 MiB, Enabled, H100\n", 1, None),
+        ("No devices were found\n", 1, None),
+    ],
+)
+def test_a_machine_is_described(
+    said: str, ranks: int, found: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_tool(said, tmp_path, monkeypatch)
+    monkeypatch.setattr(gpus, "machine_memory", lambda: 128 * 2**30)
+    machine = this_machine(ranks)
+    if found is None:
+        assert machine is None
+        return
+    assert machine is not None
+    assert machine.accelerator == Accelerator(name=found[0], memory=found[1])
+    assert machine.node == Node(ranks=ranks, host=Host(memory="112.0GiB"))
+
+
+def test_only_cards_that_the_process_may_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_tool("$*", tmp_path, monkeypatch)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ncase "$*" in *--id=1*) echo "40960 MiB, Disabled, A100" ;; *) echo no ;; esac\n')
+    assert this_machine(1) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert this_machine(1) is not None
+
+
+def test_auto_fills_the_machine_s_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a cluster file: the batch is one microbatch, and all states that the host holds are stepped ahead."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "set", 2000)
+    keys = {"train": {"global_batch": 64}, "offload": {"optimizer": "host", "share": 1.0}}
+    Path("mine.yaml").write_text(json.dumps({**RECIPE, **keys}))
+    monkeypatch.setattr(start, "_gpus", lambda place: 1)
+    for said, microbatch, spare in (("81559 MiB, Disabled, NVIDIA H100\n", 64, 1.0), ("none\n", 8, 0.25)):
+        give_tool(said, tmp_path, monkeypatch)
+        start.start("mine.yaml", [], None, dry_run=True, as_json=True)
+        recipe = json.loads(capsys.readouterr().out)["recipe"]
+        assert (recipe["train"]["microbatch"], recipe["offload"]["spare"]) == (microbatch, spare)
+    give_tool("600 MiB, Disabled, NVIDIA H100\n", tmp_path, monkeypatch)
+    start.start("mine.yaml", [], None, dry_run=True)
+    assert "accelerator.memory (0.5GiB)" in capsys.readouterr().out
 
 
 def with_memory(memory: str | None) -> Cluster:

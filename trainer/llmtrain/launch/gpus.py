@@ -8,8 +8,8 @@ from importlib.metadata import version
 
 from llmtrain_data import units
 
-from llmtrain.cluster.description import Cluster
-from llmtrain.cluster.memory import stated_memory
+from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
+from llmtrain.cluster.memory import machine_memory, stated_memory
 from llmtrain.comm.environment import Launched
 from llmtrain.errors import BadInputError
 
@@ -18,8 +18,10 @@ _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _RECORDED = 20_000
 # Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
 ANSWER = 20
-# A card whose memory is stated by its name, such as 80GB, has up to 3% less for programs.
+# A card whose memory is stated by its name, such as 80GB, has up to 3% less for programs, and so has one by its driver.
 _USABLE = 0.97
+# The share of a machine's memory that its ranks may take.
+_HOST_USABLE = 7 / 8
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
@@ -87,9 +89,30 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     )
 
 
+def this_machine(ranks: int) -> Cluster | None:
+    """Return a description of this machine with as many ranks, each on a GPU of its own, by NVIDIA's driver: the name
+    and the usable memory of the smallest of these GPUs, and the usable memory of the machine. None without the driver,
+    and where GPUs are divided (MIG). Does not start CUDA."""
+    found = re.findall(r"^(\d+) MiB, ([^,]+), (.+)$", _asked("memory.total,mig.mode.current,name"), re.MULTILINE)
+    if len(found) < ranks or any(divided == "Enabled" for _, divided, _ in found):
+        return None
+    # CUDA numbers the largest ones first.
+    mebibytes, _, name = sorted(found, key=lambda gpu: -int(gpu[0]))[ranks - 1]
+    accelerator = Accelerator(name=name, memory=_gibibytes(_USABLE * int(mebibytes) * 2**20))
+    return Cluster(
+        accelerator=accelerator, node=Node(ranks=ranks, host=Host(memory=_gibibytes(_HOST_USABLE * machine_memory())))
+    )
+
+
+def _gibibytes(size: float) -> str:
+    return f"{int(size / 2**30 * 10) / 10}GiB"
+
+
 def _asked(what: str) -> str:
-    """Return what NVIDIA's driver says of each GPU, a line for each; nothing without it."""
+    """Return what NVIDIA's driver says of each GPU that this process may use, a line for each; nothing without it."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
     except (OSError, subprocess.TimeoutExpired):

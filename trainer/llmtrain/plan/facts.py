@@ -21,10 +21,11 @@ class Facts:
     the ranks compute on. apex: whether NVIDIA's apex is installed. native: whether the C++ kernels for CPUs run here.
     triton: whether Triton is installed, as torch's GPU builds for Linux have it. bf16: whether the GPUs compute in bf16
     and torch's FlashAttention runs on them: NVIDIA's from compute capability 8.0 on, and AMD's. cluster: the
-    description that the key `cluster` names. tokenizer: vocabulary size of `data.tokenizer`, None without one. hf:
-    shape of the model in `model.hf`, None without one. speeds: measured speeds of the pipeline's ranks, None where they
-    were not measured. attention: kernel that `train.attention: auto` takes: the quickest, or torch's before it is
-    measured.
+    description that the key `cluster` names, or `machine` where it is auto. machine: description of the only machine of
+    a run on GPUs; None on CPUs, on several machines, and where it is not known. tokenizer: vocabulary size of
+    `data.tokenizer`, None without one. hf: shape of the model in `model.hf`, None without one. speeds: measured speeds
+    of the pipeline's ranks, None where they were not measured. attention: kernel that `train.attention: auto` takes:
+    the quickest, or torch's before it is measured.
     """
 
     world: int
@@ -35,6 +36,7 @@ class Facts:
     triton: bool = True
     bf16: bool = True
     cluster: Cluster | None = None
+    machine: Cluster | None = None
     tokenizer: int | None = None
     hf: GPTConfig | None = None
     speeds: tuple[float, ...] | None = None

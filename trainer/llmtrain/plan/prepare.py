@@ -9,6 +9,7 @@ from llmtrain_data.checksums import read_checksums
 from llmtrain_data.errors import DataError
 from llmtrain_data.tokenizer import tokenizer_identity, tokenizer_size
 
+from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import read_hf_config
@@ -48,15 +49,21 @@ def check_recipe(recipe: Recipe, others: Sequence[Path] = ()) -> None:
 
 
 def named_facts(recipe: Recipe, facts: Facts) -> Facts:
-    """Return facts with what a recipe names: the tokenizer's size, the Hugging Face model's shape and the cluster.
-    Raises BadInputError."""
+    """Return facts with what a recipe names: the tokenizer's size, the Hugging Face model's shape, and the cluster, or
+    the run's machine where the recipe leaves that open. Raises BadInputError."""
     tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
     return replace(
         facts,
         tokenizer=None if tokenizer is None else _tokenizer_size(tokenizer),
         hf=None if folder is None else read_hf_config(Path(folder)),
-        cluster=given_cluster(recipe.cluster),
+        cluster=given_cluster(recipe.cluster) or _machine(facts),
     )
+
+
+def _machine(facts: Facts) -> Cluster | None:
+    """Return the description of the run's machine, with a node of its ranks."""
+    machine = facts.machine
+    return machine and replace(machine, node=replace(machine.node, ranks=facts.world))
 
 
 def _tokenizer_size(folder: str) -> int:

@@ -24,7 +24,7 @@ class TrainConfig:
 
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
     sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
-    cluster file; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
+    cluster; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
     each stage). attention: kernel of attention on GPUs: torch, cudnn, flash-attn-2 or flash-attn-3 (auto: in 16 bits
     the quickest of those that are installed, as timed at the run's first start; recipe.resolved.yaml keeps it; CPUs
     have one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per
@@ -74,10 +74,11 @@ class Recipe:
 
     seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (each block is
     recomputed on its own); {every: k} (k blocks at a time; [j, k] gives the number of each stage of a pipeline); auto
-    (none if that fits accelerator.memory of the cluster file; else k is, for each stage, the factor of its number of
+    (none if that fits accelerator.memory of the cluster; else k is, for each stage, the factor of its number of
     layers nearest its square root; AxoNN, section V; or full where a larger microbatch then fits). cluster: description
     of the machines: a file, the name of a shipped description, or the description itself; auto: each machine is a node
-    of the ranks that were started on it.
+    of the ranks that were started on it, and a run on the GPUs of one machine has their memory, by NVIDIA's driver, and
+    seven eighths of the machine's.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -16,7 +16,7 @@ from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 from llmtrain.checkpoint.folder import check_start, step_folders, step_of
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables
+from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables, this_machine
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.check import advice
@@ -122,15 +122,18 @@ def _native() -> bool:
 
 def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
     world = place.world if place else nproc or max(1, gpus)
+    here = place.ranks_per_node if place else world
     return Facts(
         world=world,
-        ranks_per_node=place.ranks_per_node if place else world,
+        ranks_per_node=here,
         device="cuda" if gpus else "cpu",
         # NVIDIA's apex, not the package of the same name on PyPI.
         apex=find_spec("amp_C") is not None,
         native=gpus > 0 or _native(),
         triton=find_spec("triton") is not None,
         bf16=not gpus or (least_capability() or BF16) >= BF16,
+        # Ranks on several machines would have to agree on one.
+        machine=this_machine(world) if gpus and here == world else None,
     )
 
 
