@@ -44,7 +44,8 @@ def peaks() -> Peaks:
          "train.microbatch=4", *keys)
         for (preset, _), keys in CASES.items()
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     script = str(Path(__file__).with_name("step_peak.py"))
     command = [sys.executable, script, json.dumps(given)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)

@@ -91,17 +91,16 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
 
 def this_machine(ranks: int) -> Cluster | None:
     """Return a description of this machine with as many ranks, each on a GPU of its own, by NVIDIA's driver: the name
-    and the usable memory of the smallest of these GPUs, and the usable memory of the machine. None without the driver,
-    and where GPUs are divided (MIG). Does not start CUDA."""
+    and the usable memory of its GPUs, and the usable memory of the machine. None without the driver, with too few GPUs,
+    and where GPUs differ or are divided (MIG), as the driver does not tell which of them CUDA takes. Does not start
+    CUDA."""
     found = re.findall(r"^(\d+) MiB, ([^,]+), (.+)$", _asked("memory.total,mig.mode.current,name"), re.MULTILINE)
-    if len(found) < ranks or any(divided == "Enabled" for _, divided, _ in found):
+    if len(found) < ranks or len(set(found)) != 1 or found[0][1] == "Enabled":
         return None
-    # CUDA numbers the largest ones first.
-    mebibytes, _, name = sorted(found, key=lambda gpu: -int(gpu[0]))[ranks - 1]
+    mebibytes, _, name = found[0]
     accelerator = Accelerator(name=name, memory=_gibibytes(_USABLE * int(mebibytes) * 2**20))
-    return Cluster(
-        accelerator=accelerator, node=Node(ranks=ranks, host=Host(memory=_gibibytes(_HOST_USABLE * machine_memory())))
-    )
+    host = Host(memory=_gibibytes(_HOST_USABLE * machine_memory()))
+    return Cluster(accelerator=accelerator, node=Node(ranks=ranks, host=host))
 
 
 def _gibibytes(size: float) -> str:
@@ -109,10 +108,8 @@ def _gibibytes(size: float) -> str:
 
 
 def _asked(what: str) -> str:
-    """Return what NVIDIA's driver says of each GPU that this process may use, a line for each; nothing without it."""
+    """Return what NVIDIA's driver says of each GPU, a line for each; nothing without it."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command.append(f"--id={visible}")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -77,8 +77,8 @@ class Recipe:
     (none if that fits accelerator.memory of the cluster; else k is, for each stage, the factor of its number of
     layers nearest its square root; AxoNN, section V; or full where a larger microbatch then fits). cluster: description
     of the machines: a file, the name of a shipped description, or the description itself; auto: each machine is a node
-    of the ranks that were started on it, and a run on the GPUs of one machine has their memory, by NVIDIA's driver, and
-    seven eighths of the machine's.
+    of the ranks that were started on it, and a run on GPUs of one machine, all alike, has their memory, by NVIDIA's
+    driver, and seven eighths of the machine's.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -14,6 +14,7 @@ from llmtrain_data.waiting import loading
 from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
 from llmtrain.checkpoint.folder import check_start, step_folders, step_of
+from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables, this_machine
@@ -58,13 +59,13 @@ def start(
     # PyTorch, which knows whether there are GPUs, must not be loaded yet. With GPUs it does no harm.
     waiting = None if dry_run or place is not None else set_waiting(os.environ, nproc or 1)
     gpus = _gpus(place)
-    facts = _facts(place, nproc, gpus)
+    facts = _facts(place, nproc, gpus, described=recipe.cluster != "auto")
     with _reported_once(place):
         plan = check_and_plan(recipe, facts)
     named = named_facts(recipe, facts)
     too_large = None if force else refusal(recipe, named, plan)
     too_much = None if force else machine_refusal(recipe, named, plan)
-    too_small = gpu_memory_problem(plan.cluster) if gpus and not force else None
+    too_small = gpu_memory_problem(given_cluster(recipe.cluster)) if gpus and not force else None
     volumes = offload_problem(plan, facts.ranks_per_node or facts.world)
     mine = (_mpi_problem(plan, place), _attention_problem(plan, facts), _kernels_problem(plan))
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
@@ -120,7 +121,8 @@ def _native() -> bool:
     return native_available()
 
 
-def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
+def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool) -> Facts:
+    """Return the facts of a run. described: whether the recipe describes the cluster."""
     world = place.world if place else nproc or max(1, gpus)
     here = place.ranks_per_node if place else world
     return Facts(
@@ -133,7 +135,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int) -> Facts:
         triton=find_spec("triton") is not None,
         bf16=not gpus or (least_capability() or BF16) >= BF16,
         # Ranks on several machines would have to agree on one.
-        machine=this_machine(world) if gpus and here == world else None,
+        machine=this_machine(world) if gpus and here == world and not described else None,
     )
 
 
