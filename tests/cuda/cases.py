@@ -8,7 +8,8 @@ class Case:
     """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
     accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: how often the main
     thread waits for the device in a step. pageable: places of the project that copy through memory that is not
-    pinned. uncounted: first steps that copy more than the others, and are finished before these begin."""
+    pinned. uncounted: first steps that copy more than the others, and are finished before these begin. saves: whether a
+    checkpoint is saved before each step."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -20,6 +21,7 @@ class Case:
     waits: int = 1
     pageable: int = 0
     uncounted: int = 0
+    saves: bool = False
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -145,4 +147,11 @@ OFFLOAD = {
     "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=5),
     "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=5),
 }
-CASES = SHARDING | PARALLEL | OFFLOAD
+SAVES = {
+    "saved": Case(saves=True),
+    "saved, fp32": Case(1, (FP32,), saves=True),
+    "saved, optimizer on the host": Case(1, HOST, saves=True),
+    "saved, some states on the host": Case(1, (*HOST, "offload.share=0.5"), saves=True),
+    "saved, optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS), saves=True),
+}
+CASES = SHARDING | PARALLEL | OFFLOAD | SAVES

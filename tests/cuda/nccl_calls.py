@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from clocks import Knowledge
-from machine import Machine
+from machine import DEFAULT, Machine
 from torch import Tensor
 from torch._C import _DisableTorchDispatch
 
@@ -16,12 +16,14 @@ from torch._C import _DisableTorchDispatch
 @dataclass
 class Call:
     """A call. what: its operation, size and dtype; equal on all ranks of a collective. agent, number: the act. before:
-    what happens before it."""
+    what happens before it. beside: number of acts that the host had launched on the default stream by then, and that
+    may run at the same time."""
 
     what: str
     agent: str
     number: int
     before: Knowledge
+    beside: int
 
 
 @dataclass(eq=False)
@@ -147,7 +149,9 @@ class Nccl:
             machine.clocks.learn(stream, machine.clocks.known(machine.stream))
         what = " ".join(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
         number = machine.compute(op, reads, writes, stream)
-        group.calls.append(Call(f"{op} of {what}", stream, number, machine.clocks.known(stream)))
+        before = machine.clocks.known(stream)
+        beside = machine.clocks.known(DEFAULT).get(DEFAULT, 0) - before.get(DEFAULT, 0)
+        group.calls.append(Call(f"{op} of {what}", stream, number, before, beside))
         return Work(machine, group.calls[-1].before) if asynchronous else None
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from cases import Case
 from kernel_calls import stand_ins
+from llmtrain.checkpoint import save
+from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.comm import arrivals, backend, collectives, messages_nccl, messages_torch, nccl, stream, subgroups
 from llmtrain.comm import ranks as comm_ranks
 from llmtrain.comm.ranks import Links, Ranks
@@ -32,6 +34,7 @@ from llmtrain.training import loop
 from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
+from llmtrain.training.states import shards_to_read
 from machine import Event, Machine, Stream, synchronize
 from nccl_calls import Decisions, Group, Nccl
 from recorder import Recorder
@@ -74,6 +77,8 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
         with running(plan_of(case), rank) as run:
             machine.pageable.clear()
             for number in range(STEPS):
+                if case.saves:
+                    run.checkpoints.save(number, shards_to_read(run), {}, {"recipe": {}, "model": {}})
                 if number == case.uncounted:
                     run.engine.finish_steps()
                     before = _copied(run)
@@ -119,17 +124,17 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     parts = build(plan, ranks, lambda calls: None)
     shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
     rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))
-    nothing = SimpleNamespace(
-        wait_until_taken=lambda: 0.0, check=lambda: None, step=lambda record: None, warn=print, asked=False
-    )
+    nothing = SimpleNamespace(check=lambda: None, step=lambda record: None, warn=print, asked=False)
+    checkpoints = Checkpointer(Path("checkpoints"), ranks, keep=1, asynchronous=True)
     batches = BatchReader(cast(Any, rows), plan, ranks)
     yield Run(
         plan=plan, ranks=ranks, folder=Path(), model=parts.model, engine=parts.engine, executor=parts.executor,
         train_data=cast(Any, rows), batches=batches, valid_data=None, log=cast(Any, nothing),
-        checkpoints=cast(Any, nothing), scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing),
+        checkpoints=checkpoints, scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing),
         lock=cast(Any, nothing), offloaded=parts.offloaded, activations=parts.activations,
     )  # fmt: skip
     batches.close()
+    assert checkpoints.close() is None
     parts.close()
 
 
@@ -185,6 +190,7 @@ def _library(machine: Machine, calls: Nccl, decisions: Decisions) -> list[Any]:
         mock.patch.object(subgroups, "group_over", calls.group_over),
         mock.patch.object(stepper, "threading", stands),
         mock.patch.object(stream, "threading", stands),
+        mock.patch.object(save, "threading", stands),
         *(mock.patch.object(stream, name, getattr(stands, name)) for name in ("SimpleQueue", "Future")),
         *(
             mock.patch.object(arrivals, name, getattr(stands, name))

@@ -29,6 +29,12 @@ def test_ranks_make_the_same_calls(case: str, answer: Answer) -> None:
     assert found["deadlock"] == []
 
 
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.pipeline > 1])
+def test_messages_are_received_during_the_computation(case: str, answer: Answer) -> None:
+    """On every rank, at least the second message of a channel in each step."""
+    assert answer("cases", case)["beside"] >= STEPS
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> None:
     """Once a step. Offloaded activations have waits of their own, and buckets of gradients in files that the device

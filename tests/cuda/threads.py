@@ -15,7 +15,7 @@ def standing_for(machine: Machine) -> SimpleNamespace:
     """Return the classes, bound to a machine, under the names that they have in Python's library."""
     return SimpleNamespace(
         get_ident=threading.get_ident,
-        **{each.__name__: partial(each, machine) for each in (Thread, Condition, Future, SimpleQueue)},
+        **{each.__name__: partial(each, machine) for each in (Thread, Condition, Event, Future, SimpleQueue)},
     )
 
 
@@ -58,6 +58,34 @@ class Condition:
     def notify_all(self) -> None:
         """See Python's library."""
         self._told = True
+
+
+class Event:
+    """Stands for `threading.Event`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._set, self._known = machine, False, Knowledge()
+
+    def is_set(self) -> bool:
+        """See Python's library."""
+        if self._set:
+            self._machine.clocks.learn(self._machine.thread, self._known)
+        return self._set
+
+    def set(self) -> None:
+        """See Python's library. Who finds it set may have found it so before a second call."""
+        if not self._set:
+            self._set, self._known = True, self._machine.clocks.known(self._machine.thread)
+            self._machine.turn.notify_all()
+
+    def clear(self) -> None:
+        """See Python's library."""
+        self._set = False
+
+    def wait(self) -> None:
+        """See Python's library."""
+        self._machine.until(lambda: self._set)
+        self.is_set()
 
 
 class Future:

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from cases import CASES, Case
 from llmtrain.comm import ranks, stream
-from llmtrain.comm.device import DeviceCopies
+from llmtrain.comm.device import CopyTicket, DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.activation_copies import GpuCopies
 from llmtrain.offload.copies import Passed, StreamCopies
@@ -133,6 +133,7 @@ RACES = {
     ),
     "batches that come": Twin(CASES["one rank"], mock.patch.object(stream._StreamTicket, "wait", _nothing)),
     "batches that are read": Twin(CASES["one rank"], deaf(DeviceCopies, "copy")),
+    "states that are saved": Twin(CASES["saved"], mock.patch.object(CopyTicket, "wait", _nothing)),
     "numbers that the host reads": Twin(CASES["one rank"], mock.patch.object(loop, "start_to_host", _not_yet)),
 }  # fmt: skip
 

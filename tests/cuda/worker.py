@@ -6,6 +6,7 @@
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tools.fake_cuda.library import load
 load(Path(sys.argv[1]))
 
 from cases import CASES, Case  # noqa: E402
-from nccl_calls import Decisions  # noqa: E402
+from nccl_calls import Decisions, Group  # noqa: E402
 from order import deadlock, disagreements  # noqa: E402
 from rehearsal import Rehearsed, rehearse  # noqa: E402
 from twins import TWINS  # noqa: E402
@@ -35,10 +36,17 @@ def found_in(case: Case) -> dict[str, Any]:
         "applied": min(one.applied for one in ranks),
         "copied": [one.copied for one in ranks],
         "planned": [one.planned for one in ranks],
+        "beside": min(_messages_beside(each) for each in groups),
         "calls": sum(len(group.calls) for each in groups for group in each),
         "disagreements": disagreements(groups),
         "deadlock": [] if ordered else deadlock(groups),
     }
+
+
+def _messages_beside(groups: Sequence[Group]) -> int:
+    """Return how many messages of a rank run beside computation that the host has launched before it posts them."""
+    calls = [call for group in groups for call in group.calls]
+    return sum(call.beside > 0 for call in calls if call.what.startswith("message"))
 
 
 def found_in_twin(name: str) -> dict[str, Any]:

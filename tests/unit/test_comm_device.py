@@ -45,7 +45,7 @@ def test_host_copies_keep_their_memory() -> None:
     states = [torch.arange(3.0), torch.arange(5.0)]
     copies = HostCopies(states)
     assert [copy.tolist() for copy in copies.copies] == [[0.0] * 3, [0.0] * 5]
-    copies.copy(states)()
+    copies.copy(states).synchronize()
     states[0].zero_()
     assert [copy.tolist() for copy in copies.copies] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0, 4.0]]
     assert all(map(in_host_memory, copies.copies))

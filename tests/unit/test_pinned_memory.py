@@ -155,6 +155,7 @@ def test_stores_pin_what_the_plan_counts(
 ) -> None:
     """To the byte: torch's allocator would take up to twice as much."""
     monkeypatch.setattr(device, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     make, nbytes = MAKERS[name]
     store = make(tmp_path)
     assert [one.nbytes for one in cuda.registered] == nbytes

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Event
-from typing import Literal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_gloo import GlooMessages
+from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
@@ -78,32 +80,71 @@ def test_as_many_receives_are_posted_as_messages_are_under_way(posted: list[Mess
         assert [message.numbers for message in posted] == [1, 2, 3, 4, 5][: number + 4]
 
 
-def test_nccl_posts_the_first_receive_when_it_is_needed_and_then_one_ahead(posted: list[Message]) -> None:
-    """On a GPU, a posted receive occupies multiprocessors until its message arrives."""
+class Streams:
+    """torch.cuda's streams and events, which note on which one what is called. Events are the numbers of calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.current = "computation"
+
+    def stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            record_event=lambda: len(self.calls),
+            wait_event=lambda number: self.calls.append(f"{name} after call {number}"),
+        )
+
+    @contextmanager
+    def using(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.stream("channel"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams.stream(streams.current))
+    monkeypatch.setattr(torch.cuda, "stream", streams.using)
+    monkeypatch.setattr(NcclMessages, "_connect", lambda self: None)
+
+    def irecv(values: torch.Tensor, peer: int, group: object) -> SimpleNamespace:
+        number = values.numel()
+        streams.calls.append(f"receive {number} on {streams.current}")
+        return SimpleNamespace(wait=lambda: streams.calls.append(f"{streams.current} waits for {number}"))
+
+    monkeypatch.setattr(dist, "irecv", irecv)
+    return streams
+
+
+def test_nccl_receives_when_a_message_is_needed_beside_the_computation(streams: Streams) -> None:
+    """A posted receive occupies multiprocessors, and depends only on what was launched. It comes after what the GPU had
+    to compute when its memory was allocated, as the message before was taken."""
+    cpu = torch.device("cpu")
+    transport = Transport(NcclMessages({CHANNEL: (None, 0)}, cpu), torch.float32, cpu)  # type: ignore[dict-item]
+    transport.expect(CHANNEL, [torch.Size((number,)) for number in (1, 2, 3)])
+    assert not streams.calls
+    for number in (1, 2, 3):
+        assert transport.receive(CHANNEL).numel() == number
+        streams.calls.append("layers")
+    assert streams.calls == [
+        *("channel after call 0", "receive 1 on channel", "computation waits for 1", "layers"),
+        *("channel after call 0", "receive 2 on channel", "computation waits for 2", "layers"),
+        *("channel after call 4", "receive 3 on channel", "computation waits for 3", "layers"),
+    ]
+
+
+def test_nccl_looks_for_no_message_that_nobody_asks_for(posted: list[Message]) -> None:
+    """The next message may depend on what the rank has yet to launch."""
     transport = expecting(3, 0, posting_of("nccl", 1))
     assert not posted
-    assert not transport.arrived(CHANNEL)
-    assert len(posted) == 1
-    for number in range(3):
-        for message in posted:
-            message.there.set()
-        assert transport.receive(CHANNEL).numel() == number + 1
-        assert len(posted) == min(number + 2, 3)
-
-
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_nccl_posts_none_ahead_for_a_rank_with_several_chunks(
-    posted: list[Message], backend: Literal["gloo", "mpi"]
-) -> None:
-    """There the next message may depend on what the rank has yet to launch. Other backends occupy no GPU."""
-    transport = expecting(3, 0, posting_of("nccl", 1, early=False))
     for number in range(3):
         assert not transport.arrived(CHANNEL)
-        assert len(posted) == number + 1
         posted[number].there.set()
         assert transport.receive(CHANNEL).numel() == number + 1
-        assert len(posted) == number + 1
-    assert posting_of(backend, 6, early=False) == posting_of(backend, 6) == Posting(at_start=6, ahead=6)
+        # Of the next message, no thread waits for the work.
+        assert not any(message.awaited.is_set() for message in posted[number + 1 :])
 
 
 class Sent:
@@ -200,4 +241,4 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)
     ranks = Ranks(0, 0, Layout({Axis.PIPELINE: 4}), torch.device("cpu"))
     build_pipeline._links(plan, ranks, lambda traffic: None)
-    assert given == [(ahead, schedule in ("1f1b", "gpipe"), 1 * 16 * 32 * 4)]
+    assert given == [(ahead, 1 * 16 * 32 * 4)]

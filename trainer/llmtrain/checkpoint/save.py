@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from pydantic import JsonValue, TypeAdapter
@@ -18,21 +18,22 @@ from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
 from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
-from llmtrain.comm.device import HostCopies, on_this_device
+from llmtrain.comm.device import CopyTicket, HostCopies
 from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.stream import waiting_stream
 from llmtrain.errors import RunFailedError
 
 
 @dataclass(frozen=True)
 class _Save:
     """One save. host: copies of the states that are not read late, in order, which do not change until the save has
-    ended; none if it reads all states while it writes them. copied: waits until they are there.
+    ended; none if it reads all states while it writes them. copied: stands for the copies.
     """
 
     step: int
     shards: Sequence[StateRange]
     host: list[torch.Tensor]
-    copied: Callable[[], object]
+    copied: CopyTicket
     progress: dict[str, JsonValue]
     about: Mapping[str, dict[str, JsonValue]]
 
@@ -63,12 +64,12 @@ class Checkpointer:
         asynchronous: bool,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._ranks, self._keep, self._asynchronous = folder, ranks, keep, asynchronous
+        self._folder, self._ranks, self._keep = folder, ranks, keep
         self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
         self._staging: HostCopies | None = None
+        self._copied = CopyTicket()
         self._failure: str | None = None
         self._warning = ""
-        self._queue: SimpleQueue[_Save | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         # Set unless a save still has to read states.
@@ -79,14 +80,13 @@ class Checkpointer:
                 clean(folder)
             except OSError as error:
                 raise RunFailedError(f"{folder} cannot be cleaned up: {_reason(error)}") from error
-        if asynchronous:
-            # Use one thread for all saves, as a start takes milliseconds. A daemon does not keep a failed run alive.
-            threading.Thread(target=on_this_device(self._work), name="checkpoint", daemon=True).start()
+        # Use one thread for all saves, as a start takes milliseconds.
+        self._stream = waiting_stream(ranks.device, "checkpoint", ranks.activity) if asynchronous else None
 
     def reserve(self, shards: Sequence[StateRange]) -> None:
         """Allocate the host copies of asynchronous saves now, so that the first one takes no longer than later ones."""
         states = _states(shards)
-        if self._asynchronous and not (self._staging and self._staging.fits(states)):
+        if self._stream is not None and not (self._staging and self._staging.fits(states)):
             self._staging = HostCopies(states)
 
     def save(
@@ -100,22 +100,22 @@ class Checkpointer:
 
         progress: the training loop's state, to resume from. about: `recipe`, the resolved recipe, and `model`, the
         GPTConfig, both as mappings. An asynchronous save joins the previous one and returns when the states are copied
-        (on CUDA: when the copies are queued on the current stream); a synchronous save returns when the checkpoint is
-        on disk. Returns a sentence if the joined or synchronous save failed, the same on every rank; earlier
+        (on CUDA: when the copies are queued on a stream of their own); a synchronous save returns when the checkpoint
+        is on disk. Returns a sentence if the joined or synchronous save failed, the same on every rank; earlier
         checkpoints are then kept.
         """
         failure = self.wait()
         self._messages.begin()
-        host, copied = self._host_copies(shards)
-        save = _Save(step, shards, host, copied, {**progress, "step": step}, about)
-        if not self._asynchronous:
+        host = self._host_copies(shards)
+        save = _Save(step, shards, host, self._copied, {**progress, "step": step}, about)
+        if self._stream is None:
             self._run(save)
             # `wait` returns it again: the end of a run must know whether its last checkpoint was saved.
             return self._failure
         self._idle.clear()
         if any(shard.read_late for shard in shards):
             self._taken.clear()
-        self._queue.put(save)
+        self._stream.submit(partial(self._run_beside, save))
         return failure
 
     @property
@@ -130,8 +130,10 @@ class Checkpointer:
         return failure
 
     def wait_until_taken(self) -> float:
-        """Wait until the current save needs the states no longer: they may change. Return the seconds of that."""
+        """Wait until the current save needs the states no longer: they may change. Return the seconds of that. For
+        copies from a GPU, the current stream waits, and the host does not."""
         started = time.perf_counter()
+        self._copied.wait()
         if not self._taken.is_set():
             self._ranks.activity.begin("waiting until the checkpoint has read the states")
             self._taken.wait()
@@ -146,21 +148,21 @@ class Checkpointer:
         """Join the current save and free the host copies. Returns the result of `wait`."""
         failure = self.wait()
         self._staging = None
-        self._queue.put(None)
+        if self._stream is not None:
+            self._stream.close()
         return failure
 
-    def _host_copies(self, shards: Sequence[StateRange]) -> tuple[list[torch.Tensor], Callable[[], object]]:
+    def _host_copies(self, shards: Sequence[StateRange]) -> list[torch.Tensor]:
         self.reserve(shards)
         if self._staging is None:
-            return [], lambda: None
-        return self._staging.copies, self._staging.copy(_states(shards))
+            return []
+        self._copied = self._staging.copy(_states(shards))
+        return self._staging.copies
 
-    def _work(self) -> None:
-        """Run the queued saves in the background, until None is queued."""
-        while (save := self._queue.get()) is not None:
-            self._run(save)
-            del save
-            self._idle.set()
+    def _run_beside(self, save: _Save) -> None:
+        """Run one save in the background."""
+        self._run(save)
+        self._idle.set()
 
     def _run(self, save: _Save) -> None:
         """Run one save; turn any error into a sentence for the training loop."""
@@ -226,7 +228,7 @@ class Checkpointer:
         name = f"rank-{self._ranks.rank:05d}.safetensors"
         self._ranks.activity.writing = True
         try:
-            save.copied()
+            save.copied.synchronize()
             ranges = list(_ranges(save.shards))
             if not ranges:
                 return _Result()

@@ -47,16 +47,15 @@ def messages_of(
     device: torch.device,
     node: int,
     ahead: int,
-    early: bool,
     nbytes: int,
 ) -> Messages:
     """Return messages over NCCL on GPUs, through shared memory between CPUs of one node, else over gloo. Collective.
 
     peers: see TorchMessages; in an order that all ranks share. node: ranks of a node. ahead: messages that a channel
-    has in flight. early: see `posts_early`. nbytes: of a message; longer ones are allowed.
+    has in flight. nbytes: of a message; longer ones are allowed.
     """
     if device.type == "cuda":
-        return NcclMessages(peers, device, early)
+        return NcclMessages(peers, device)
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()

@@ -177,34 +177,58 @@ def start_to_host(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+@dataclass(frozen=True)
+class CopyTicket:
+    """Stands for copies from a GPU. event: comes after them; None if they are made."""
+
+    event: torch.cuda.Event | None = None
+
+    def synchronize(self) -> None:
+        """Let this thread wait until the copies are made."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def wait(self) -> None:
+        """Let nothing that is queued next on the current stream start before the copies are made."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
 class HostCopies:
-    """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU."""
+    """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU, and a stream of its own then
+    copies, beside the computation."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: those that will be copied, or others of the same shapes, `[n]` each, on the same devices."""
         self._sizes = [tensor.numel() for tensor in tensors]
-        pinned = not all(map(in_host_memory, tensors))
+        gpu = next((tensor.device for tensor in tensors if not in_host_memory(tensor)), None)
         # Zeros touch every page, so that the kernel maps the memory now and not during the first copy.
-        memory = host_zeros(sum(self._sizes), torch.float32, pinned)
+        memory = host_zeros(sum(self._sizes), torch.float32, gpu is not None)
         self.copies: list[Tensor] = list(memory.split(self._sizes))
+        self._stream = None if gpu is None else torch.cuda.Stream(gpu)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether `tensors`, `[n]` each, are as large as those that the memory was made for."""
         return self._sizes == [tensor.numel() for tensor in tensors]
 
-    def copy(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
-        """Copy tensors, `[n]` of any float dtype each, to `copies`, in fp32. Return a function that waits until that is
-        done.
+    def copy(self, tensors: Sequence[Tensor]) -> CopyTicket:
+        """Copy tensors, `[n]` of any float dtype each, to `copies`, in fp32, as the current stream leaves them. Return
+        a ticket, for which a stream waits before it changes the tensors, and a thread before it reads the copies.
 
-        Copies from a GPU are queued on the current stream, and the host continues. Other threads may wait for them.
+        Copies from a GPU are queued, and the host continues.
         """
+        if self._stream is None:
+            self._copy(tensors)
+            return CopyTicket()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(tensors)
+        return CopyTicket(self._stream.record_event())
+
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
         for copy, tensor in zip(self.copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        if all(map(in_host_memory, tensors)):
-            return lambda: None
-        copied = torch.cuda.Event()
-        copied.record()
-        return copied.synchronize
+            stays_for_stream(tensor)
 
 
 class DeviceCopies:

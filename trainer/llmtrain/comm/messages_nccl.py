@@ -1,13 +1,14 @@
 """Messages between pipeline stages over NCCL, on GPUs. Written after the documentation of NCCL and torch.distributed;
 not yet run on a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llmtrain.comm.arrivals import Wait
-from llmtrain.comm.messages import Channel
+from llmtrain.comm.messages import Channel, Request
 from llmtrain.comm.messages_torch import TorchMessages
 from llmtrain.plan.posted_receives import posting_of
 
@@ -21,28 +22,47 @@ class NcclMessages(TorchMessages):
     order a rank posts on different channels. Kernels of several communicators run at the same time as long as the GPU
     has room for all of them, so at most one receive and one send of each channel run at a time.
 
-    peers: see TorchMessages; in an order that all ranks share. early: see `posts_early`.
+    CUDA waits for an idle GPU to free memory, and to load a kernel. So the host posts a receive no earlier than it asks
+    for the message, which then depends on nothing that the host has yet to launch. The receive comes after what the GPU
+    had to compute when its memory was allocated, as the message before was taken. So it runs during the computation
+    that the host has launched since.
+
+    peers: see TorchMessages; in an order that all ranks share.
     """
 
-    def __init__(
-        self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device, early: bool
-    ) -> None:
-        super().__init__(peers, posting_of("nccl", 1, early))
+    def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device) -> None:
+        super().__init__(peers, posting_of("nccl", 1))
         self._device = device
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()
 
+    def receive(self, channel: Channel, values: Tensor) -> Request:
+        """See Messages."""
+        free = torch.cuda.current_stream().record_event()
+
+        def post() -> Request:
+            stream = self._stream(channel)
+            stream.wait_event(free)
+            with torch.cuda.stream(stream):
+                return TorchMessages.receive(self, channel, values)
+
+        return _LateReceive(post)
+
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""
-        if channel not in self._streams:
-            self._streams[channel] = torch.cuda.Stream(self._device)
         # A thread that waits for a blocking event sleeps. For another kind of event it would spin.
         event = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._streams[channel]):
+        with torch.cuda.stream(self._stream(channel)):
             # The stream waits, not the host.
             work.wait()
             event.record()
         return event.synchronize
+
+    def _stream(self, channel: Channel) -> torch.cuda.Stream:
+        """Return the stream on which a channel's receives are posted."""
+        if channel not in self._streams:
+            self._streams[channel] = torch.cuda.Stream(self._device)
+        return self._streams[channel]
 
     def _connect(self) -> None:
         """Connect the two ends of each channel, channel by channel in the order that all ranks share.
@@ -55,3 +75,21 @@ class NcclMessages(TorchMessages):
             # NCCL connects each direction by itself, and a channel has one of them.
             for exchange in (dist.send, dist.recv) if first else (dist.recv, dist.send):
                 exchange(one, peer, group=group)
+
+
+class _LateReceive:
+    """A receive that is posted when somebody asks or waits for its message."""
+
+    def __init__(self, post: Callable[[], Request]) -> None:
+        self._post = post
+        self._request: Request | None = None
+
+    def is_completed(self) -> bool:
+        return self._posted().is_completed()
+
+    def wait(self) -> None:
+        self._posted().wait()
+
+    def _posted(self) -> Request:
+        self._request = self._request or self._post()
+        return self._request

@@ -8,6 +8,7 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
+from llmtrain.comm.device import to_host
 from llmtrain.offload.copies import recorded
 from llmtrain.offload.staging import BucketStep, StepAhead
 from llmtrain.offload.stepper import Stepper, StepTicket
@@ -75,7 +76,7 @@ class OffloadedShard:
         # One part after another: a checkpoint has no memory for all of them twice.
         values, done = torch.empty(end - start), 0
         for read in reads:
-            part = read()
+            part = to_host(read())
             values[done : done + part.numel()].copy_(part)
             done += part.numel()
         return values

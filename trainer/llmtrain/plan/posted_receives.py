@@ -9,7 +9,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.message_buffers import messages_ahead
-from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
+from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import evaluation_actions
 from llmtrain.plan.program.spec import ProgramSpec
@@ -18,32 +18,25 @@ from llmtrain.plan.rank_activations import boundary_bytes
 
 @dataclass(frozen=True)
 class Posting:
-    """How many receives of a channel are posted before they are needed. at_start: when the channel's messages are
-    announced. ahead: how many messages after it have receives when a message is taken."""
+    """How many receives of a channel have memory before they are needed. at_start: when the channel's messages are
+    announced. ahead: how many messages after it have some when a message is taken. watched: whether a thread looks for
+    the next message before the rank asks for it."""
 
     at_start: int
     ahead: int
+    watched: bool = True
 
 
-def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int, early: bool = True) -> Posting:
-    """Return how a backend posts receives. ahead: messages that a channel has in flight. early: see
-    `posts_early`; NCCL alone."""
+def posting_of(backend: Literal["nccl", "shared", "gloo", "mpi"], ahead: int) -> Posting:
+    """Return how a backend posts receives. ahead: messages that a channel has in flight."""
     if backend == "shared":
         # A message waits in slots.
         return Posting(at_start=0, ahead=0)
     if backend == "nccl":
-        # A receive occupies multiprocessors until its message arrives. The first one is therefore posted when it is
-        # needed. Each later one is posted as the one before it is taken, and arrives while the stage computes, unless
-        # it may depend on what this rank has yet to launch: CUDA waits for an idle GPU to free memory, and to load a
-        # kernel.
-        return Posting(at_start=0, ahead=1 if early else 0)
+        # A receive occupies multiprocessors until its message arrives. So the first one gets memory when it is needed,
+        # and each later one as the one before it is taken. The host posts them when it needs them (see NcclMessages).
+        return Posting(at_start=0, ahead=1, watched=False)
     return Posting(at_start=ahead, ahead=ahead)
-
-
-def posts_early(schedule: Schedule) -> bool:
-    """Return whether a receive that is posted as the one before it is taken depends only on what its rank has launched
-    by then. With several stages on a rank, or in the order of arrivals, it may depend on more."""
-    return schedule.chunks == 1 and not schedule.message_driven
 
 
 def posted_bytes(plan: Plan, rank: int) -> int:
@@ -83,7 +76,7 @@ def _posting(plan: Plan, rank: int) -> Posting | None:
     else:
         backends = {backend_of(plan.device, (rank, other), node_ranks(plan.tiers)) for other in others}
         # If one channel goes through sockets (gloo), all channels post receives as that one does.
-        found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead, posts_early(plan.pipeline.schedule))
+        found = posting_of("gloo" if "gloo" in backends else backends.pop(), ahead)
     return Posting(max(found.at_start, 1), max(found.ahead, 1)) if driven else found
 
 

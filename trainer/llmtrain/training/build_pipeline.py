@@ -21,7 +21,6 @@ from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.message_buffers import messages_ahead
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.posted_receives import posts_early
 from llmtrain.plan.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
@@ -105,4 +104,4 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return messages_of(joined, ranks.device, ranks.node, ahead, posts_early(schedule), boundary_bytes(plan))
+    return messages_of(joined, ranks.device, ranks.node, ahead, boundary_bytes(plan))

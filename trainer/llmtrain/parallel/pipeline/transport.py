@@ -15,7 +15,7 @@ from llmtrain.comm.messages import Channel, Messages, Request
 class _Inbox:
     """One channel's messages: the shapes of those without a posted receive yet, and the posted receives.
 
-    asked: whether somebody asks for arrivals, so that the backend has to look for the next one.
+    asked: whether somebody asks for arrivals, so that the backend has to look for the next one, if it may.
     """
 
     shapes: deque[torch.Size] = field(default_factory=deque)
@@ -135,7 +135,7 @@ class Transport:
             inbox = self._inboxes.setdefault(channel, _Inbox())
             self._post(channel, inbox, 1)
             if inbox.posted:
-                inbox.asked = True
+                inbox.asked = self._messages.posting.watched
                 found.append(inbox.posted[0][1])
         self.posted_bytes = max(self.posted_bytes, self._posted)
         return found
