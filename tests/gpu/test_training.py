@@ -1,6 +1,9 @@
 """Training on a GPU follows training on a CPU. Every test also runs on the CPU, so that it is known to work."""
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -133,6 +136,23 @@ def test_a_stopped_run_resumes(
     assert len(curve(folder / "runs" / "stopped")) < len(expected)
     monkeypatch.setattr(loop, "train_step", step)
     assert trained(folder, "stopped", device, key) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "keys",
+    [(), (*HOST, "offload.parameters=host", "activation_checkpointing=full", "offload.activations=host")],
+    ids=["resident", "offloaded"],
+)
+def test_torch_finds_no_race_between_streams(keys: tuple[str, ...], folder: Path) -> None:
+    """With asynchronous saves. torch's sanitizer sees the operators of the main thread, and no kernel of Triton."""
+    words = [sys.executable, "-m", "llmtrain", "run", str(folder / "tiny.yaml"), "name=tiny", *keys]
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": paths}
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert "data race" not in ran.stderr, ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    assert len(curve(folder / "runs" / "tiny")) > STEPS
 
 
 def test_a_trained_model_generates(folder: Path, device: Device) -> None:

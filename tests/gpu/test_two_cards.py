@@ -2,14 +2,16 @@
 itself is known to work."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from tiny import Curve, curve, write_corpus
+from tiny import Curve, curve, last_step, write_corpus
 
 STEPS = 6
 RECIPE = """
@@ -35,6 +37,9 @@ CASES = {
     "zero-bubble-v": (PIPELINE, "pipeline.schedule=zero-bubble-v"),
     "message-driven": (PIPELINE, "pipeline.schedule=message-driven"),
 }
+# Seconds after which a rank that does not answer ends the run, and more for what follows.
+TIMEOUT, MARGIN = 12, 20
+LOST = {"kill": r"rank \d was killed by SIGKILL on ", "suspend": r"rank \d on .* has not answered for "}
 CARDS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -74,6 +79,37 @@ def test_two_ranks_have_the_curve_of_one(case: str, gpus: bool, folder: Path, ex
     found = trained(folder, f"{case} {gpus}".replace(" ", "-"), 2, gpus, *CASES[case])
     assert found.keys() == expected.keys()
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", LOST)
+@pytest.mark.parametrize(
+    ("case", "gpus"),
+    [("stage 3", False), *(pytest.param(case, True, marks=CARDS) for case in ("stage 3", "1f1b", "message-driven"))],
+)
+def test_a_lost_rank_ends_the_run(case: str, gpus: bool, fault: str, folder: Path) -> None:
+    """In one sentence, while the other rank waits for it."""
+    name = f"{fault} {case} {gpus}".replace(" ", "-")
+    words = [sys.executable, "-m", "llmtrain", "run", str(folder / "tiny.yaml"), f"name={name}", "--nproc", "2"]
+    keys = ["train.steps=100000", f"train.timeout={TIMEOUT}", *CASES[case]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [*words, *keys], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        while last_step(folder / "runs" / name) < 20:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        ranks = psutil.Process(process.pid).children()
+        getattr(ranks[-1], fault)()
+        struck = time.monotonic()
+        _, errors = process.communicate(timeout=280)
+        assert time.monotonic() - struck < TIMEOUT + MARGIN
+    assert process.returncode == 1, errors
+    (said,) = [line for line in errors.splitlines() if line.startswith("llmtrain:")]
+    assert re.search(LOST[fault], said), said
+    _, left = psutil.wait_procs(ranks, timeout=5)
+    assert not left
 
 
 @CARDS

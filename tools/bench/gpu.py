@@ -27,7 +27,8 @@ HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measu
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A row of the table. batch: sequences of a step. microbatch: sequences of a microbatch, None for all of the step.
+    """A row of the table. batch: sequences of a step of each rank. world: number of ranks; of several, the first trains
+    without the others. microbatch: sequences of a microbatch, None for all of the step.
     seconds: the part's time limit. profiled: whether a profile of a step is written. peer: whether transformers and
     torch.compile train it in place of llmtrain."""
 
@@ -41,6 +42,7 @@ class Part:
     profiled: bool = False
     microbatch: int | None = None
     peer: bool = False
+    world: int = 1
 
     @property
     def slug(self) -> str:
@@ -94,6 +96,18 @@ PARTS = (
         steps=3,
         profiled=True,
     ),
+    Part(
+        name="8B, one rank of 8 without its links",
+        preset="llama3-8b",
+        keys=("zero.stage=3", NO_CLIP),
+        sequence=2048,
+        batch=4,
+        microbatch=2,
+        seconds=200,
+        steps=5,
+        profiled=True,
+        world=8,
+    ),
     # The largest that one H200 and 128 GiB of its host's memory hold, with 16-bit sums of gradients: 15.6B parameters.
     Part(
         name="16B, states on the host and the GPU",
@@ -138,6 +152,16 @@ PARTS = (
 )
 TINY = (
     Part(name="tiny", preset="llama-1m", keys=(), sequence=64, batch=2, seconds=300, steps=1, profiled=True),
+    Part(
+        name="tiny, one rank of 8 without its links",
+        preset="llama-1m",
+        keys=("zero.stage=3",),
+        sequence=64,
+        batch=2,
+        seconds=300,
+        steps=1,
+        world=8,
+    ),
     Part(name="tiny, states outside", preset="llama-1m", keys=HOST, sequence=64, batch=2, seconds=300, steps=1),
     Part(
         name="tiny, transformers and torch.compile",
@@ -156,14 +180,14 @@ TINY = (
 def write_recipe(part: Part, folder: Path) -> Path:
     """Write the part's recipe, with random tokens as data; return its path."""
     writer = IndexedWriter(folder / "set", np.dtype(np.uint16))
-    length = 50 * part.batch * part.sequence
+    length = 50 * part.batch * part.world * part.sequence
     writer.add(np.random.default_rng(0).integers(0, 2000, length, np.uint16), np.array([length]))
     writer.commit()
     path = folder / "bench.yaml"
     path.write_text(
         f"name: bench\nmodel: {{preset: {part.preset}}}\n"
         f"data: {{path: {folder / 'set'}, sequence_length: {part.sequence}, split: [100, 0, 0]}}\n"
-        f"train: {{steps: 1000, global_batch: {part.batch}, microbatch: {part.microbatch or part.batch}, "
+        f"train: {{steps: 1000, global_batch: {part.batch * part.world}, microbatch: {part.microbatch or part.batch}, "
         "eval_every: 0, compile: false}\n"
         f"checkpoint: {{async: false}}\nlogging: {{every: {min(10, part.steps)}, dir: {folder / 'runs'}}}\n"
     )
@@ -176,7 +200,7 @@ def command(part: Part, recipe: Path, profiles: Path) -> list[str]:
     if part.peer:
         shape = ["--sequence", str(part.sequence), "--batch", str(part.batch)]
         return [*words, "tools.bench.gpu_peer", part.preset, *shape, "--steps", str(part.steps)]
-    words += ["tools.bench.gpu_rank", str(recipe), *part.keys, "--steps", str(part.steps)]
+    words += ["tools.bench.gpu_rank", str(recipe), *part.keys, "--steps", str(part.steps), "--world", str(part.world)]
     return words + (["--profile", str(profiles / f"{part.slug}.txt")] if part.profiled else [])
 
 

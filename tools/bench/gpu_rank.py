@@ -1,4 +1,8 @@
-"""One part of the benchmark of a GPU: train a recipe for some steps without saving, and print what was measured."""
+"""One part of the benchmark of a GPU: train a recipe for some steps without saving, and print what was measured.
+
+It may train as one rank of several, over a process group that moves nothing: that rank's memory and computation, without
+the time of its links. What it computes has no meaning then.
+"""
 
 import argparse
 import json
@@ -7,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.comm.device import is_cpu, synchronize
-from llmtrain.comm.ranks import connect
+from llmtrain.comm.device import device_of, is_cpu, synchronize
+from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.launch.gpus import set_gpu_variables
 from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
@@ -22,6 +27,7 @@ from llmtrain.training.loop import train_step
 from llmtrain.training.rank import as_measured
 from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import start_states
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tools.bench.gpu import RESULT
 
@@ -29,15 +35,17 @@ from tools.bench.gpu import RESULT
 WARM_UP, PROFILED = 3, 3
 
 
-def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> None:
-    """Train `WARM_UP` and then `steps` steps; print the rate of these, and planned and measured bytes.
+def measured(recipe: str, keys: list[str], steps: int, profile: Path | None, world: int = 1) -> None:
+    """Train `WARM_UP` and then `steps` steps; print the rate of these for each rank, and planned and measured bytes.
 
-    profile: a file for torch's table of the operators of some more steps.
+    profile: a file for torch's table of the operators of some more steps. world: number of ranks, of which this is one.
     """
     set_gpu_variables(1)
-    ranks = connect(Layout({Axis.DATA: 1}))
+    ranks = connect(Layout({Axis.DATA: 1})) if world == 1 else one_of(world)
     given = load_recipe(recipe, keys)
-    facts = Facts(world=1, device="cpu" if is_cpu(ranks.device) else "cuda")
+    # CPUs of one node would share memory, which the other ranks do not have.
+    on_cpu = is_cpu(ranks.device)
+    facts = Facts(world=world, device="cpu" if on_cpu else "cuda", ranks_per_node=1 if on_cpu else world)
     plan = check_and_plan(given, facts)
     ranks = ranks.on_grid(plan.grid, plan.tiers)
     plan, _ = as_measured(open_choices(given), plan, facts, ranks)
@@ -56,10 +64,16 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None) -> 
         for number in range(WARM_UP, WARM_UP + steps):
             train_step(run, number)
         synchronize(ranks.device)
-        rate = plan.batch.tokens * steps / (time.perf_counter() - begin)
+        rate = plan.batch.tokens / world * steps / (time.perf_counter() - begin)
         print(RESULT + json.dumps(result(Path(plan.logging.dir) / plan.name, rate, ranks.device)), flush=True)
         if profile is not None:
             write_profile(profile, run, WARM_UP + steps)
+
+
+def one_of(world: int) -> Ranks:
+    """Return the first of `world` ranks, whose collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    return Ranks(0, 0, Layout({Axis.DATA: world}), device_of(0))
 
 
 def result(folder: Path, rate: float, device: torch.device) -> dict[str, Any]:
@@ -99,8 +113,9 @@ def main() -> None:
     parser.add_argument("keys", nargs="*")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--world", type=int, default=1)
     arguments = parser.parse_args()
-    measured(arguments.recipe, arguments.keys, arguments.steps, arguments.profile)
+    measured(arguments.recipe, arguments.keys, arguments.steps, arguments.profile, arguments.world)
 
 
 if __name__ == "__main__":
