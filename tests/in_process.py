@@ -6,7 +6,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 

@@ -22,13 +22,13 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload import stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
-from llmtrain.plan.check import check
+from llmtrain.plan.cost.link_traffic import link_traffic
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.link_traffic import link_traffic
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.resolve.check import check
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.batches import BatchReader

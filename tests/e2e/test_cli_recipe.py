@@ -308,7 +308,7 @@ def test_a_run_that_the_machine_cannot_hold(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is refused before anything is written; a dry run, which may be for another machine, only reports it."""
-    monkeypatch.setattr("llmtrain.plan.machine_refusal.machine_memory", lambda swap: 2**20)
+    monkeypatch.setattr("llmtrain.plan.resolve.machine_refusal.machine_memory", lambda swap: 2**20)
     Path("recipe.yaml").write_text(GOOD)
     words = ["run", "recipe.yaml", "--nproc", "1"]
     sentence = "of memory, but this machine has 1.00 MiB; no single change of train.microbatch"

@@ -12,7 +12,7 @@ from llmtrain.comm.device import to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training.batches import BatchReader
 from llmtrain_data.dataset import Samples, open_split

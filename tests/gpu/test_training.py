@@ -16,7 +16,7 @@ from llmtrain.errors import PreemptedError
 from llmtrain.inference.generate import Sampling, generate
 from llmtrain.inference.trained import open_model
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.run import Run

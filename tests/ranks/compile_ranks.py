@@ -17,7 +17,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry import about
 from llmtrain.training import loop

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llmtrain.cluster.layout import Axis
+from llmtrain.plan.per_rank.rank_activations import boundary_bytes
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import lane_members, unit_traffic
-from llmtrain.plan.rank_activations import boundary_bytes
 
 Planned = tuple[str, tuple[int, ...], int]
 """Operation, ranks of the group, or the receiver of a message, and bytes of the whole tensor."""

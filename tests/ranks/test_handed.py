@@ -9,10 +9,10 @@ from evaluation_calls import evaluation_calls
 from handed import Handed, text
 from harness import Case, Result, Trained
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged

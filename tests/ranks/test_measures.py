@@ -9,14 +9,14 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.model_shape import model_shape
+from llmtrain.plan.per_rank.process_groups import group_sizes
+from llmtrain.plan.per_rank.states import most_states
 from llmtrain.plan.placement import ALIGNMENT
-from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Program
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.states import most_states
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from strategies import COVERING

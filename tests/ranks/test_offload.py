@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from _pytest.mark import ParameterSet
 from harness import Case, Trained, assert_same_states
+from llmtrain.plan.cost.volume_traffic import volume_traffic
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.volume_traffic import volume_traffic
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.metrics import read_metrics
 

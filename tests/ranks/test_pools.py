@@ -2,15 +2,15 @@
 
 import pytest
 from harness import Case, Trained
-from llmtrain.plan.checkpoint_copies import copy_bytes
 from llmtrain.plan.collective_buffers import SLOT_BYTES, CollectiveBuffers
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory.checkpoint_copies import copy_bytes
+from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.placement import PAGE
-from llmtrain.plan.pools import Pools, pool_bytes
 from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.pools import Pools, pool_bytes
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.roles import roles
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from strategies import COVERING as SHARDED
 from strategies import INT4, NARROW_SUMS

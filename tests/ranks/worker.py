@@ -30,7 +30,7 @@ from llmtrain.offload.stepper import Do, Stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry import about
 from llmtrain.training import loop as loop

@@ -13,10 +13,10 @@ import torch
 from kept import Counted, Kept, Setup, built, counted
 from llmtrain.model import layers
 from llmtrain.model.dtypes import DTYPES
-from llmtrain.plan.activations import deferred_bytes, recomputed_peak, stage_activations
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory.activations import deferred_bytes, recomputed_peak, stage_activations
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain_kernels.activation import op as activation
 from llmtrain_kernels.attention import op as attention

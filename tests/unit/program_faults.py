@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmtrain.plan.program.instructions import Gather, Issue, Pass, Point, Program, Reduce
-from llmtrain.plan.program.problems.grid import step_programs
-from llmtrain.plan.program.validate import program_problems
+from llmtrain.plan.validation.grid import step_programs
+from llmtrain.plan.validation.validate import program_problems
 
 from tests.unit.program_plans import small_plan
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 
 PLANS: dict[str, tuple[int, list[str]]] = {

@@ -7,10 +7,10 @@ from typing import Any
 
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resident_check import least_resident
-from llmtrain.plan.roles import roles
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.resident_check import least_resident
 from llmtrain.recipe.load import load_recipe
 
 MOST_RANKS = 32

@@ -15,7 +15,7 @@ from tools.bench import modelled
 
 import torch  # isort: skip
 from llmtrain.comm.ranks import Ranks
-from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.training.build import build
 from torch import Tensor

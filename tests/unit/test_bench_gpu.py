@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
-from llmtrain.plan.prepare import named_facts
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
 
 from tools import gpu

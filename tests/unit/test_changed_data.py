@@ -16,7 +16,7 @@ from llmtrain.inference.generate import Sampling
 from llmtrain.inference.trained import complete, evaluate_on, open_model
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Batch
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from llmtrain.training import run_data

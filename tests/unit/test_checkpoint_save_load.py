@@ -25,7 +25,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units
-from llmtrain.plan.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import BLOCK
 
 T = TypeVar("T")
 STATES = ("master", "m", "v")

@@ -16,7 +16,7 @@ from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_shared import Ring, RoutedMessages, SharedMemoryMessages
 from llmtrain.comm.pipes import Pipes
 from llmtrain.parallel.pipeline.transport import Transport
-from llmtrain.plan.message_buffers import MOST_SLOTS
+from llmtrain.plan.per_rank.message_buffers import MOST_SLOTS
 
 CHANNEL, BACK = Channel(0, 1), Channel(1, 0)
 SLOTS, WIDTH = 3, 64

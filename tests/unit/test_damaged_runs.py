@@ -16,7 +16,7 @@ from llmtrain.cli.main import main
 from llmtrain.launch.slurm.record import slurm_folder
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
 from llmtrain.telemetry.about import RunInfo

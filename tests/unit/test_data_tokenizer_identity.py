@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
-from llmtrain.plan.prepare import check_recipe
+from llmtrain.plan.resolve.prepare import check_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data.checksums import TAIL, checksums_path, read_checksums
 from llmtrain_data.corpus import open_corpus

@@ -268,6 +268,21 @@ def test_no_module_imports_itself_through_others() -> None:
     list(TopologicalSorter({module: neighbours(module) for module in MODULES}).static_order())
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_folders_within_a_room_point_one_way(room: str) -> None:
+    """What lies directly in a room counts as one of its folders."""
+    folders = dict[str, set[str]]()
+    for module in MODULES:
+        if module.startswith(f"llmtrain.{room}."):
+            own = folders.setdefault(folder_of(module), set())
+            own |= {folder_of(other) for other in neighbours(module) if other.startswith(f"llmtrain.{room}.")}
+    list(TopologicalSorter({folder: others - {folder} for folder, others in folders.items()}).static_order())
+
+
+def folder_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
 def test_public_classes_have_names_of_their_own() -> None:
     """A name means one thing, in whichever module a reader meets it."""
     classes = [

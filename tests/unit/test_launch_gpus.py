@@ -8,7 +8,7 @@ from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
 from llmtrain.launch import gpus
 from llmtrain.launch.gpus import gpu_memory_problem, least_capability, this_machine
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.start import run as start
 from tiny import write_corpus

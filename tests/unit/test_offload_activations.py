@@ -16,11 +16,11 @@ from llmtrain.offload.activations import OffloadedActivations, open_activations
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.plan.activation_offload import ActivationMoves, ActivationOffload, activation_moves
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.per_rank.rank_activations import activation_memory, rank_moves
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.plan.rank_activations import activation_memory, rank_moves
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
 from tiny import curve, rows, write_corpus

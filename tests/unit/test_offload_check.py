@@ -17,21 +17,21 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.offload.place import open_offload
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
-from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
-from llmtrain.plan.offload_check import offload_problem
-from llmtrain.plan.offload_memory import OffloadMemory, offload_memory
-from llmtrain.plan.offloaded_weights import is_direct
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.memory.offload_memory import OffloadMemory, offload_memory
+from llmtrain.plan.per_rank.offloaded_weights import is_direct
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
+from llmtrain.plan.per_rank.states import most_states
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.rank_buckets import rank_buckets
 from llmtrain.plan.record import decisions
-from llmtrain.plan.states import most_states
-from llmtrain.plan.view import PlanView, view_recipe
+from llmtrain.plan.resolve.check import advice
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.offload_check import offload_problem
+from llmtrain.plan.resolve.prepare import named_facts
+from llmtrain.plan.views.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe, parse_recipe
 
 RECIPE = """
@@ -91,7 +91,7 @@ def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan = planned_on(tmp_path, *nvme(fast, slow), f"cluster={{node: {{ranks: 2, nvme: {volumes}}}}}")
     files, usage = 2 * offload_memory(plan, 0).files, namedtuple("usage", "total used free")
     # Both are on one file system here.
-    monkeypatch.setattr("llmtrain.plan.offload_check._shared", lambda key, paths: [])
+    monkeypatch.setattr("llmtrain.plan.resolve.offload_check._shared", lambda key, paths: [])
     for room, full in (
         ({fast: 0.76, slow: 0.26}, None),
         ({fast: 0.74, slow: 0.26}, fast),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
-from llmtrain.plan.gradient_buckets import Move, UnitGradients
 from llmtrain.plan.offload import NORM_BLOCK, Bucket
+from llmtrain.plan.program.gradient_buckets import Move, UnitGradients
 from llmtrain.sharding.optimizer_shard import Range
 from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_check import offload_kernels
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.offload_check import offload_kernels
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start import run as start
 from llmtrain_kernels import native

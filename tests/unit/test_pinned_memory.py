@@ -27,9 +27,9 @@ from llmtrain.offload.staging import Pinned
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.activation_offload import ActivationMoves
-from llmtrain.plan.checkpoint_copies import BLOCK
-from llmtrain.plan.gradient_buckets import UnitGradients
+from llmtrain.plan.memory.checkpoint_copies import BLOCK
 from llmtrain.plan.offload import Bucket
+from llmtrain.plan.program.gradient_buckets import UnitGradients
 from llmtrain_kernels.direct_io.queue import ALIGNMENT
 
 # Elements of more than LARGE bytes, whose number is no power of two.

@@ -16,8 +16,8 @@ from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.posted_receives import Posting, posting_of
+from llmtrain.plan.program.posted_receives import Posting, posting_of
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.training import build_pipeline

@@ -16,15 +16,15 @@ from llmtrain.plan.activation_offload import (
     activation_moves,
 )
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import Budget, memory_budget
-from llmtrain.plan.offload_check import offload_problem
+from llmtrain.plan.memory.memory_budget import Budget, memory_budget
+from llmtrain.plan.per_rank.rank_activations import activation_memory, boundary_bytes, rank_moves
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import named_facts
-from llmtrain.plan.rank_activations import activation_memory, boundary_bytes, rank_moves
-from llmtrain.plan.view import PlanView, view_recipe
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.offload_check import offload_problem
+from llmtrain.plan.resolve.prepare import named_facts
+from llmtrain.plan.views.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from kept import Setup, counted
 from llmtrain.model.dtypes import DTYPES
-from llmtrain.plan.activations import (
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.activations import (
     deferred_bytes,
     recomputed_peak,
     stage_activations,
     unit_activations,
 )
-from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.per_rank.saved_tensors import Sizes, block_tensors
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.saved_tensors import Sizes, block_tensors
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain_kernels.native import native_available
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cluster.load import given_cluster
-from llmtrain.plan.auto_batch import microbatches
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.auto_batch import microbatches
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.dump import to_yaml
 

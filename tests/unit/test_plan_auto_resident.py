@@ -7,15 +7,15 @@ from random import Random
 import pytest
 from llmtrain.cluster.description import Accelerator, Cluster, Node, NodeGroup
 from llmtrain.errors import BadInputError
-from llmtrain.plan.auto_resident import gather_bytes
-from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.record import decisions
-from llmtrain.plan.resident_check import resident_problem
+from llmtrain.plan.resolve.auto_resident import gather_bytes
+from llmtrain.plan.resolve.check import check
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.resident_check import resident_problem
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
 

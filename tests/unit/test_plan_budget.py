@@ -13,22 +13,22 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
-from llmtrain.plan.activations import live_activations
-from llmtrain.plan.described import described_run
-from llmtrain.plan.device_overhead import CPU, GPU
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.kernels import kernels_of
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import Budget, memory_budget
+from llmtrain.plan.memory.activations import live_activations
+from llmtrain.plan.memory.device_overhead import CPU, GPU
+from llmtrain.plan.memory.memory_budget import Budget, memory_budget
+from llmtrain.plan.memory.temporaries import gradient_bytes, loss_bytes
+from llmtrain.plan.per_rank.process_groups import group_sizes
+from llmtrain.plan.per_rank.roles import roles
+from llmtrain.plan.per_rank.states import role_states
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.pools import pool_bytes
-from llmtrain.plan.process_groups import group_sizes
 from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.pools import pool_bytes
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.refusal import changes
-from llmtrain.plan.roles import roles
-from llmtrain.plan.states import role_states
-from llmtrain.plan.temporaries import gradient_bytes, loss_bytes
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.kernels import kernels_of
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.refusal import changes
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start.job import plan_job
 from llmtrain_data.indexed import IndexedWriter

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
-from llmtrain.plan.check import advice, check, found_elsewhere
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import check_and_plan, folders_above
+from llmtrain.plan.resolve.check import advice, check, found_elsewhere
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import check_and_plan, folders_above
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 

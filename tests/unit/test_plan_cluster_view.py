@@ -10,10 +10,10 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.topology import nodes_of
-from llmtrain.plan.cluster_source import run_on
-from llmtrain.plan.cluster_view import describe
-from llmtrain.plan.described import described_run
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.cluster_source import run_on
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.views.cluster_view import describe
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -142,7 +142,7 @@ def test_work_grows_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         looked_up[0] += len(found)
         return nodes_of(cluster, found)
 
-    for module in ("llmtrain.cluster.nic", "llmtrain.plan.cluster_view"):
+    for module in ("llmtrain.cluster.nic", "llmtrain.plan.views.cluster_view"):
         monkeypatch.setattr(f"{module}.nodes_of", counting)
     counts = []
     for nodes in (64, 256):

@@ -11,9 +11,9 @@ import pytest
 from llmtrain.errors import BadInputError
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.per_rank.states import STATES_SHARE
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
-from llmtrain.plan.states import STATES_SHARE
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain_data.indexed import IndexedWriter
 

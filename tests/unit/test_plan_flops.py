@@ -12,9 +12,9 @@ from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.flops import computes_bf16, datasheet_peak, flops_per_token, multiplying_parameters
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
-from llmtrain.plan.view import view_recipe
+from llmtrain.plan.views.view import view_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.meters import CommMeter, measured_peak, memory_bytes

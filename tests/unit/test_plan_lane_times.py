@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.plan.described import described_run
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_simulation import Computation, Order, Rates, simulate_steps
+from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates, simulate_steps
+from llmtrain.plan.cost.simulated_step import merged
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.offload_moves import Moves
-from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.simulated_step import merged
-from llmtrain.plan.view import view_recipe
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.views.view import view_recipe
 
 HIDDEN, VOCAB, TOKENS, LAYERS = 64, 512, 32, 2
 RECIPE = """

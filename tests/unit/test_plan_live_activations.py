@@ -20,12 +20,12 @@ from llmtrain.parallel.pipeline.action_order import ActionOrder, FixedOrder, Mes
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks
-from llmtrain.plan.activations import live_activations, stage_activations
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.memory.activations import live_activations, stage_activations
+from llmtrain.plan.per_rank.rank_activations import rank_moves
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_activations import rank_moves
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.sharding.gradient_sums import Received, Take
 from llmtrain_kernels.native import native_available

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.machine_refusal import machine_bytes, machine_refusal
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.machine_refusal import machine_bytes, machine_refusal
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 
@@ -28,7 +28,7 @@ def needed(given: Recipe, facts: Facts) -> int:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, given: Recipe, facts: Facts, memory: int) -> str | None:
-    monkeypatch.setattr("llmtrain.plan.machine_refusal.machine_memory", lambda swap: memory)
+    monkeypatch.setattr("llmtrain.plan.resolve.machine_refusal.machine_memory", lambda swap: memory)
     return machine_refusal(given, facts, make_plan(given, facts))
 
 

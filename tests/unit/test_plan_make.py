@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from llmtrain.cluster.layout import Axis
 from llmtrain.errors import BadInputError
-from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import changes, decisions
+from llmtrain.plan.resolve.check import check
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.dump import to_yaml

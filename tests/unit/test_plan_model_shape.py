@@ -7,10 +7,10 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.model.presets import PRESETS
-from llmtrain.plan.check import check
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.model_shape import model_shape
+from llmtrain.plan.resolve.check import check
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
+from llmtrain.plan.cost.simulated_step import rank_computation
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
-from llmtrain.plan.prepare import named_facts
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves, bucket_moves, order_problems
-from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.simulated_step import rank_computation
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
 
 UNITS, PER_UNIT, ELEMENTS = 32, 4, 1000

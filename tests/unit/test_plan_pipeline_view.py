@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
-from llmtrain.plan.pipeline.draw import COLORS, print_view, timeline_lines
-from llmtrain.plan.pipeline.figure import timeline_figure
 from llmtrain.plan.pipeline.layer_split import StageCosts, split_layers
 from llmtrain.plan.pipeline.timeline import Durations
-from llmtrain.plan.pipeline.view import PipelineView, durations_by_work, show
+from llmtrain.plan.views.pipeline_drawing import COLORS, print_view, timeline_lines
+from llmtrain.plan.views.pipeline_figure import timeline_figure
+from llmtrain.plan.views.pipeline_view import PipelineView, durations_by_work, show
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain_data.output import Terminal
 from matplotlib.colors import to_hex

@@ -9,7 +9,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.schedules import make_schedule, one_forward_one_backward
 from llmtrain.plan.pipeline.stage_layout import StageLayout
@@ -18,7 +17,8 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.text import program_lines
-from llmtrain.plan.resident_check import least_resident, resident_problem
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.resident_check import least_resident, resident_problem
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import Recipe

@@ -8,11 +8,11 @@ import pytest
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Pass, Reduce, ReplicaSum
-from llmtrain.plan.program.problems.grid import RankPrograms, evaluation_programs, step_programs
-from llmtrain.plan.program.problems.places import program_issues
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.step_calls import StepCalls
-from llmtrain.plan.program.validate import evaluation_problems, program_problems
+from llmtrain.plan.validation.grid import RankPrograms, evaluation_programs, step_programs
+from llmtrain.plan.validation.places import program_issues
+from llmtrain.plan.validation.validate import evaluation_problems, program_problems
 
 from tests.unit.program_faults import (
     Fault,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.plan.described import described_run
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.in_order import COMPUTE, InOrder
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.text import program_lines
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
 
 RECIPE = """
 model: {family: llama, layers: 4, hidden: 64, heads: 8, vocab: 102}

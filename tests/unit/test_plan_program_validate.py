@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action, Kind
-from llmtrain.plan.prepare import named_facts
 from llmtrain.plan.program.instructions import At, Drop, Gather, Pass, Point, Reduce
-from llmtrain.plan.program.problems.grid import RankPrograms, step_programs
-from llmtrain.plan.program.problems.lanes import LaneJob, Lanes
 from llmtrain.plan.program.transfers import unit_traffic
-from llmtrain.plan.program.validate import evaluation_problems, program_problems, step_problems
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
+from llmtrain.plan.validation.grid import RankPrograms, step_programs
+from llmtrain.plan.validation.lanes import LaneJob, Lanes
+from llmtrain.plan.validation.validate import evaluation_problems, program_problems, step_problems
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 

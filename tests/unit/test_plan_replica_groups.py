@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.per_rank.replica_groups import all_replica_groups, replica_groups
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.replica_groups import all_replica_groups, replica_groups
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 
 RECIPE = """

@@ -14,15 +14,15 @@ from llmtrain.parallel.pipeline.stage import keep
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.per_rank.roles import roles
+from llmtrain.plan.per_rank.states import StateBytes, most_states, role_states, unit_states
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement, alignment
 from llmtrain.plan.plan import Plan, Quantization
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.roles import roles
-from llmtrain.plan.states import StateBytes, most_states, role_states, unit_states
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec

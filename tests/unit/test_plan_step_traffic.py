@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
-from llmtrain.plan.described import described_run
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.cost.step_traffic import PURPOSES, step_traffic
 from llmtrain.plan.program.by_rank import programs_of
-from llmtrain.plan.step_traffic import PURPOSES, step_traffic
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
 
 from tools.bench.wire import RECIPE, Setting, strategies
 

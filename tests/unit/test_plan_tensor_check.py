@@ -6,7 +6,7 @@ import pytest
 from llmtrain.cluster.parallel import ParallelConfig
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.presets import PRESETS
-from llmtrain.plan.tensor_check import tensor_problems
+from llmtrain.plan.resolve.tensor_check import tensor_problems
 
 LLAMA = PRESETS["llama-1m"]  # 4 heads, 2 key/value heads, ffn 384
 

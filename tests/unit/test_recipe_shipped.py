@@ -7,11 +7,11 @@ import pytest
 from llmtrain.cluster.load import given_cluster
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import flops_per_token
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.per_rank.states import STATES_SHARE, most_states
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.states import STATES_SHARE, most_states
-from llmtrain.plan.view import view_recipe
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.views.view import view_recipe
 from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 

@@ -17,11 +17,11 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.model.tensors import TensorSpec, UnitSpec
 from llmtrain.offload import states as states_module
 from llmtrain.offload.states import FileStates
-from llmtrain.plan.checkpoint_copies import buffer_bytes
-from llmtrain.plan.described import described_run
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.roles import roles
+from llmtrain.plan.memory.checkpoint_copies import buffer_bytes
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
+from llmtrain.plan.per_rank.roles import roles
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured, planned_figures
 
 RECIPE = """

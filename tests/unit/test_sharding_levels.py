@@ -9,9 +9,9 @@ import pytest
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, levels_of, shard_range
 from llmtrain.cluster.tiers import Tier
+from llmtrain.plan.per_rank.states import StateBytes, unit_states
 from llmtrain.plan.placement import ALIGNMENT, Placement
 from llmtrain.plan.plan import Quantization
-from llmtrain.plan.states import StateBytes, unit_states
 from llmtrain.plan.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardRanges
 

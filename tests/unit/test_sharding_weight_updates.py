@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.stream import Job
-from llmtrain.plan.optimizer_traffic import UPDATED_TOGETHER
+from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.hops import Hop
 from llmtrain.sharding.in_flight import InFlight

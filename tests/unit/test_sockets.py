@@ -11,15 +11,15 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.sockets import cores_by_socket, device_socket, volume_socket
 from llmtrain.comm.cores import Bound, bind, bind_to_socket
 from llmtrain.errors import BadInputError
+from llmtrain.plan.cost.lane_times import lane_times
+from llmtrain.plan.cost.least_time import least_time, step_threads
+from llmtrain.plan.cost.volume_traffic import moved_of
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.lane_times import lane_times
-from llmtrain.plan.least_time import least_time, step_threads
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.near_volumes import for_rank, socket_of, volume_shares
+from llmtrain.plan.per_rank.near_volumes import for_rank, socket_of, volume_shares
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
-from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.volume_traffic import moved_of
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 
 CARDS = [f"0000:{bus:02x}:00.0" for bus in (0x10, 0x20, 0x90, 0xA0)]

@@ -17,7 +17,7 @@ import torch
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.telemetry.about import RunInfo

@@ -13,9 +13,9 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.model.layers import Attention
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.start import run as start

@@ -13,7 +13,7 @@ from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start.run import open_choices
 from llmtrain.training import rank

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.plan.view_tables import LABELS
+from llmtrain.plan.views.view_tables import LABELS
 
 from tools.bench.planned import GB, planned
 from tools.bench.table import table

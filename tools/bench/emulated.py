@@ -18,8 +18,8 @@ from llmtrain.offload.copies import Event, Passed
 from llmtrain.offload.staging import BucketStep, InPlace, StepAhead
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
+from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates
 from llmtrain.plan.offload import Bucket
-from llmtrain.plan.offload_simulation import Computation, Order, Rates
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves
 from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep

@@ -1,7 +1,7 @@
 """One part of the benchmark of a GPU: train a recipe for some steps without saving, and print what was measured.
 
-It may train as one rank of several, over a process group that moves nothing: that rank's memory and computation, without
-the time of its links. What it computes has no meaning then.
+It may train as one rank of several, over a process group that moves nothing: that shows a rank's memory and its rate
+without the time of its links. What it computes has no meaning then.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.launch.gpus import set_gpu_variables
 from llmtrain.launch.stop import StopRequest
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start.run import open_choices
 from llmtrain.training.attention import take_planned

@@ -19,7 +19,7 @@ from typing import Any
 
 from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.model_shape import model_shape
+from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 
 from tools.bench.labs import write_set

@@ -15,8 +15,8 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect, disconnect
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.memory_budget import memory_budget
-from llmtrain.plan.prepare import check_and_plan
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.run import Run

@@ -22,9 +22,9 @@ from llmtrain.comm.ranks import Ranks  # noqa: E402
 from llmtrain.optim.clipping import step_numbers  # noqa: E402
 from llmtrain.plan.facts import Facts  # noqa: E402
 from llmtrain.plan.flops import datasheet_peak, flops_per_token  # noqa: E402
-from llmtrain.plan.make import make_plan  # noqa: E402
 from llmtrain.plan.plan import Plan  # noqa: E402
-from llmtrain.plan.prepare import named_facts  # noqa: E402
+from llmtrain.plan.resolve.make import make_plan  # noqa: E402
+from llmtrain.plan.resolve.prepare import named_facts  # noqa: E402
 from llmtrain.recipe.load import load_recipe  # noqa: E402
 from llmtrain.training.build import Assembly, build  # noqa: E402
 from llmtrain_kernels import triton_launch  # noqa: E402

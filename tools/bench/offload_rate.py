@@ -3,7 +3,7 @@
 Its computation, its host link and its kernel take their time; what runs is the stepper of a run. Each ratio is of the
 seconds that the computation of one microbatch, the gradients on the host link, and the steps of all buckets take;
 weights take half of the gradients' time, up. Beside the measured seconds of a step are those of the simulated program
-(`llmtrain.plan.offload_simulation`), and of the busiest lane.
+(`llmtrain.plan.cost.offload_simulation`), and of the busiest lane.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import open_states
+from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.memory_budget import memory_budget
-from llmtrain.plan.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.program.offload_moves import Moves, order_problems
-from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from llmtrain.plan.view import view_recipe
+from llmtrain.plan.views.view import view_recipe
 
 GB, GIB = 10**9, 2**30
 

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmtrain.plan.view import view_recipe
-from llmtrain.plan.view_tables import LABELS
+from llmtrain.plan.views.view import view_recipe
+from llmtrain.plan.views.view_tables import LABELS
 from llmtrain.yaml.shipped import find_recipe, shipped_names, summary
 
 from tools.bench.planned import GIB

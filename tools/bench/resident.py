@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.spec import ProgramSpec
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 
 from tools.bench.labs import answer, write_set

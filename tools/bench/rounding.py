@@ -24,8 +24,8 @@ from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.launch.stop import StopRequest
 from llmtrain.optim.lr_schedule import learning_rate
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.training.loop import forward_backward, optimizer_step

@@ -23,7 +23,7 @@ from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.sharding.unit import unsharded_unit
 from llmtrain.training.loop import train_step

@@ -16,7 +16,7 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.pipeline.schedules import make_schedule
 from llmtrain.plan.pipeline.timeline import Durations, Timeline, simulate, simulate_message_driven
-from llmtrain.plan.pipeline.view import show_recipe
+from llmtrain.plan.views.pipeline_view import show_recipe
 
 from tools.bench.labs import answer, write_set
 from tools.bench.pipeline_recorder import Done, Message, deliveries, durations, took

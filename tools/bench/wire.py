@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.make import make_plan
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import Call, StepCalls
+from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 

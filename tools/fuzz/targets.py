@@ -43,10 +43,10 @@ class Target:
 
 def read_recipe(case: Case) -> None:
     """Read as `run --dry-run` and `recipes show`."""
-    from llmtrain.plan.check import advice
     from llmtrain.plan.facts import Facts
-    from llmtrain.plan.prepare import check_and_plan
     from llmtrain.plan.record import decisions
+    from llmtrain.plan.resolve.check import advice
+    from llmtrain.plan.resolve.prepare import check_and_plan
     from llmtrain.recipe.load import load_recipe
     from llmtrain.yaml.dump import to_yaml
 
@@ -63,8 +63,8 @@ def read_cluster(case: Case) -> None:
     """Read as `cluster show`."""
     from io import StringIO
 
-    from llmtrain.plan.cluster_source import run_on
-    from llmtrain.plan.cluster_view import describe, tables
+    from llmtrain.plan.resolve.cluster_source import run_on
+    from llmtrain.plan.views.cluster_view import describe, tables
     from llmtrain_data.output import Terminal, json_text
 
     words = [word for word in case.words if word != "--ranks"]

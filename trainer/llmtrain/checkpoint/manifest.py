@@ -23,7 +23,7 @@ from llmtrain.checkpoint.checksums import Digest, sidecar
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
-from llmtrain.plan.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import BLOCK
 
 MANIFEST, SIDECAR = "manifest.json", "manifest.json.xxh3"
 ITEM = 4

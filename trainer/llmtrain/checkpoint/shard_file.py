@@ -10,7 +10,7 @@ from typing import Protocol
 from llmtrain.checkpoint.checksums import digest
 from llmtrain.checkpoint.manifest import FileEntry, StoredRange, TensorEntry
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
-from llmtrain.plan.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import BLOCK
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,14 @@ def show(
 ) -> None:
     """Draw the timeline of a step, with its layer split, idle time and memory. FLOPs give the times of stages."""
     from llmtrain.errors import BadInputError
-    from llmtrain.plan.pipeline.draw import print_view
-    from llmtrain.plan.pipeline.view import show_recipe
+    from llmtrain.plan.views.pipeline_drawing import print_view
+    from llmtrain.plan.views.pipeline_view import show_recipe
 
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")
     view = show_recipe(recipe, overrides or [], ranks, flops)
     if png is not None:
-        from llmtrain.plan.pipeline.figure import timeline_figure
+        from llmtrain.plan.views.pipeline_figure import timeline_figure
 
         try:
             png.write_bytes(timeline_figure(view))

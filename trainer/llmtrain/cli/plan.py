@@ -32,8 +32,8 @@ def plan(
     """
     from llmtrain.errors import BadInputError
     from llmtrain.plan.program.in_order import InOrder
-    from llmtrain.plan.view import view_recipe
-    from llmtrain.plan.view_tables import parts
+    from llmtrain.plan.views.view import view_recipe
+    from llmtrain.plan.views.view_tables import parts
 
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")
@@ -41,8 +41,8 @@ def plan(
     ordered = None if program is None else InOrder.of(view.plan, program)
     if png is not None:
         # matplotlib takes long to import.
-        from llmtrain.plan.figure import memory_figure
-        from llmtrain.plan.program.figure import program_figure
+        from llmtrain.plan.views.figure import memory_figure
+        from llmtrain.plan.views.program_figure import program_figure
 
         try:
             png.write_bytes(memory_figure(view) if ordered is None else program_figure(ordered))

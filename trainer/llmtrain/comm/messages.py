@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmtrain.plan.posted_receives import Posting
+from llmtrain.plan.program.posted_receives import Posting
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from llmtrain.comm.arrivals import Wait
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_torch import TorchMessages
-from llmtrain.plan.posted_receives import posting_of
+from llmtrain.plan.program.posted_receives import posting_of
 
 
 class GlooMessages(TorchMessages):

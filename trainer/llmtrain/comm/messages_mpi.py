@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmtrain.comm.messages import Channel, Request
 from llmtrain.errors import BadInputError
-from llmtrain.plan.posted_receives import posting_of
+from llmtrain.plan.program.posted_receives import posting_of
 
 SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4
 """How long a rank tests for a message without a pause, and how long it sleeps between tests after that."""

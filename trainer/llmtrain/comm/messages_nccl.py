@@ -10,7 +10,7 @@ from torch import Tensor
 from llmtrain.comm.arrivals import Wait
 from llmtrain.comm.messages import Channel, Request
 from llmtrain.comm.messages_torch import TorchMessages
-from llmtrain.plan.posted_receives import posting_of
+from llmtrain.plan.program.posted_receives import posting_of
 
 
 class NcclMessages(TorchMessages):

@@ -16,8 +16,8 @@ from torch import Tensor
 from llmtrain.comm.mapped_memory import shared_memory
 from llmtrain.comm.messages import Channel, Messages, Request
 from llmtrain.comm.pipes import Pipes, connect_pipes
-from llmtrain.plan.message_buffers import ring_slots
-from llmtrain.plan.posted_receives import posting_of
+from llmtrain.plan.per_rank.message_buffers import ring_slots
+from llmtrain.plan.program.posted_receives import posting_of
 
 Slots = NDArray[np.uint8]
 

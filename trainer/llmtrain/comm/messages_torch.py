@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmtrain.comm.arrivals import Arrivals, Wait
 from llmtrain.comm.messages import Channel, Request
-from llmtrain.plan.posted_receives import Posting
+from llmtrain.plan.program.posted_receives import Posting
 
 
 class TorchMessages(ABC):

@@ -28,7 +28,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.inference.generate import Sampling, generate
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
-from llmtrain.plan.check import found_elsewhere
+from llmtrain.plan.resolve.check import found_elsewhere
 from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss

@@ -19,7 +19,7 @@ from llmtrain.comm.cores import run_on
 from llmtrain.errors import BadInputError
 from llmtrain.launch.measure.memory_result import MemoryFound, VolumeRate, described, plain, tables
 from llmtrain.launch.measure.result import check_writable, write_cluster
-from llmtrain.plan.offload_check import SpaceNeeded, volume_problem
+from llmtrain.plan.resolve.offload_check import SpaceNeeded, volume_problem
 
 if TYPE_CHECKING:
     from llmtrain.launch.measure.volume_rates import Bound

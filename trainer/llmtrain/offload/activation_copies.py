@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.offload.activation_store import ActivationStore
-from llmtrain.plan.rank_activations import DEVICE_SLOTS
+from llmtrain.plan.per_rank.rank_activations import DEVICE_SLOTS
 
 
 class ActivationCopies(Protocol):

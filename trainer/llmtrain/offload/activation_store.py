@@ -14,7 +14,7 @@ from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
 from llmtrain.plan.activation_offload import ActivationMoves
-from llmtrain.plan.rank_activations import in_pages
+from llmtrain.plan.per_rank.rank_activations import in_pages
 
 
 class ActivationStore(Protocol):

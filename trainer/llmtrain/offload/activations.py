@@ -17,8 +17,8 @@ from llmtrain.offload.activation_store import ActivationStore, FileActivations, 
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
 from llmtrain.plan.activation_offload import ActivationMoves, ActivationOffload, GroupInput
+from llmtrain.plan.per_rank.rank_activations import in_pages
 from llmtrain.plan.pipeline.actions import Action, Kind
-from llmtrain.plan.rank_activations import in_pages
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.gradient_tiers import GradientTier
-from llmtrain.plan.gradient_buckets import UnitGradients
 from llmtrain.plan.offload import Bucket
+from llmtrain.plan.program.gradient_buckets import UnitGradients
 from llmtrain.sharding.optimizer_shard import Range, StepRange
 
 

@@ -14,8 +14,8 @@ from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
-from llmtrain.plan.gradient_buckets import Move
 from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
+from llmtrain.plan.program.gradient_buckets import Move
 
 
 class GradientTier(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from llmtrain.offload.fetch_ring import FetchRing
-from llmtrain.plan.gradient_buckets import Move
+from llmtrain.plan.program.gradient_buckets import Move
 
 
 class MoveRing:

@@ -15,11 +15,11 @@ from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGra
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.usage import TierUsage
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
-from llmtrain.plan.gradient_buckets import gradient_buckets, gradient_moves
-from llmtrain.plan.offloaded_weights import is_direct, offloaded_shards
+from llmtrain.plan.per_rank.offloaded_weights import is_direct, offloaded_shards
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
-from llmtrain.plan.rank_buckets import rank_buckets
+from llmtrain.plan.program.gradient_buckets import gradient_buckets, gradient_moves
 from llmtrain.sharding.offloaded_gradients import OffloadedGradients
 from llmtrain.sharding.offloaded_weights import OffloadedWeights
 from llmtrain.sharding.unit import ShardedUnit

@@ -10,7 +10,7 @@ from torch import Tensor
 from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
-from llmtrain.plan.rank_activations import in_pages
+from llmtrain.plan.per_rank.rank_activations import in_pages
 
 # Bytes of the parts in which a shard passes through the host's memory, of files.
 _PART = 8 * 2**20

@@ -7,7 +7,7 @@ from typing import Protocol
 from llmtrain.comm.device import stays_for_stream
 from llmtrain.comm.stream import Done, JoinedTicket, Ticket
 from llmtrain.comm.workspace import Workspace
-from llmtrain.plan.optimizer_traffic import UPDATED_TOGETHER
+from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER
 from llmtrain.plan.traffic import Count, Traffic, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.in_flight import InFlight

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from llmtrain_data.output import say, say_json
 
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.summary import Summary
+from llmtrain.plan.views.summary import Summary
 from llmtrain.yaml.dump import to_yaml
 
 

@@ -16,12 +16,12 @@ from llmtrain.launch.measure.result import as_data
 from llmtrain.launch.slurm.config import Site
 from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, SubmittedRecipe
 from llmtrain.launch.submit import default_site
-from llmtrain.plan.check import check, check_given
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16
-from llmtrain.plan.make import make_plan
-from llmtrain.plan.prepare import check_recipe, folders_above, named_facts
-from llmtrain.plan.refusal import refusal
+from llmtrain.plan.resolve.check import check, check_given
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import check_recipe, folders_above, named_facts
+from llmtrain.plan.resolve.refusal import refusal
 from llmtrain.recipe.load import parse_recipe, read_recipe, recipe_files
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.file import check_size

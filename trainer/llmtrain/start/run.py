@@ -20,15 +20,15 @@ from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables, this_machine
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
-from llmtrain.plan.check import advice
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.machine_refusal import machine_refusal
-from llmtrain.plan.offload_check import offload_kernels, offload_problem
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.record import decisions
-from llmtrain.plan.refusal import refusal
-from llmtrain.plan.summary import summarize
+from llmtrain.plan.resolve.check import advice
+from llmtrain.plan.resolve.machine_refusal import machine_refusal
+from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem
+from llmtrain.plan.resolve.prepare import check_and_plan, check_recipe, folders_above, named_facts
+from llmtrain.plan.resolve.refusal import refusal
+from llmtrain.plan.views.summary import summarize
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.start.dry_run import print_plan

@@ -8,16 +8,16 @@ from typing import Any
 
 from llmtrain_data import units
 
-from llmtrain.plan.link_traffic import link_traffic
-from llmtrain.plan.memory_budget import role_memory
+from llmtrain.plan.cost.link_traffic import link_traffic
+from llmtrain.plan.cost.save_hold import save_hold
+from llmtrain.plan.cost.simulated_step import rank_computation
+from llmtrain.plan.cost.volume_traffic import volume_traffic
+from llmtrain.plan.memory.memory_budget import role_memory
+from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.by_rank import programs_of
 from llmtrain.plan.program.step_calls import StepCalls
-from llmtrain.plan.roles import roles
-from llmtrain.plan.save_hold import save_hold
-from llmtrain.plan.simulated_step import rank_computation
-from llmtrain.plan.volume_traffic import volume_traffic
 from llmtrain.telemetry.metrics import Row
 
 _NOT_COUNTED = ("replicated", "scalars")

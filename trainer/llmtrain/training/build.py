@@ -21,15 +21,15 @@ from llmtrain.parallel.tensor.layers import ColumnParallelLinear, RowParallelLin
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import SplitBackwardLinear, WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
-from llmtrain.plan.near_volumes import for_rank
+from llmtrain.plan.per_rank.near_volumes import for_rank
+from llmtrain.plan.per_rank.replica_groups import all_replica_groups
+from llmtrain.plan.per_rank.tied_embedding import holds_second_copy
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.pools import GroupName, Pools
 from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.pools import GroupName, Pools
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.stored import stored_offsets
-from llmtrain.plan.replica_groups import all_replica_groups
-from llmtrain.plan.tied_embedding import holds_second_copy
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec

@@ -19,9 +19,9 @@ from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import ShapeOf, StageLinks, channels
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
-from llmtrain.plan.message_buffers import messages_ahead
+from llmtrain.plan.per_rank.message_buffers import messages_ahead
+from llmtrain.plan.per_rank.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
 

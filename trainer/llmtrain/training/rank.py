@@ -16,8 +16,8 @@ from llmtrain.comm.threads import THREADS, even_share, set_by_user
 from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
+from llmtrain.plan.cost.least_time import step_threads
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.least_time import step_threads
 from llmtrain.plan.plan import Plan
 from llmtrain.training.attention import quickest, take_planned
 from llmtrain.training.loop import train

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from llmtrain.plan.per_rank.replica_groups import ReplicaGroup
 from llmtrain.plan.pipeline.actions import Action
-from llmtrain.plan.replica_groups import ReplicaGroup
 
 
 class At(Enum):
@@ -62,7 +62,7 @@ class ReplicaSum:
     """A sum, after the last pass, over ranks that hold the same parameters.
 
     group: partial (of a unit that is not reduced), stage (for the TP-replicated gradients of all units) or tied; see
-    `llmtrain.plan.replica_groups`. unit: empty for all units. elements: that are summed.
+    `llmtrain.plan.per_rank.replica_groups`. unit: empty for all units. elements: that are summed.
     """
 
     group: ReplicaGroup

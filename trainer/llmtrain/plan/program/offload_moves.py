@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal
 
-from llmtrain.plan.near_volumes import for_rank
+from llmtrain.plan.per_rank.near_volumes import for_rank
+from llmtrain.plan.per_rank.rank_buckets import rank_buckets
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.rank_buckets import rank_buckets
-from llmtrain.plan.rank_units import rank_units
 from llmtrain.plan.stripes import striped
 
 # GRADIENT: the gradients of a unit are complete. DECIDE: the norm is known. The others are of a bucket.

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.per_rank.replica_groups import replica_groups
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import ReplicaSum
-from llmtrain.plan.replica_groups import replica_groups
 
 
 def partial_elements(plan: Plan, rank: int, units: Sequence[UnitSpec]) -> Mapping[str, int]:

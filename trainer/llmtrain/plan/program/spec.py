@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
-from llmtrain.plan.offloaded_weights import stored_elements
+from llmtrain.plan.per_rank.offloaded_weights import stored_elements
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
 from llmtrain.plan.placement import PAGE, Placement

@@ -8,15 +8,15 @@ from functools import cached_property
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.per_rank.rank_activations import boundary_bytes
+from llmtrain.plan.per_rank.replica_groups import replica_groups
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.pools import averaged_bytes, tied_bytes
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Reduce
+from llmtrain.plan.program.pools import averaged_bytes, tied_bytes
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
 from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
-from llmtrain.plan.rank_activations import boundary_bytes
-from llmtrain.plan.replica_groups import replica_groups
 from llmtrain.plan.traffic import Traffic
 
 SCALARS = 3

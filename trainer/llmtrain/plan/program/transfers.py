@@ -12,11 +12,11 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, Level
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.packed_format import PackedFormat
+from llmtrain.plan.per_rank.replica_groups import ReplicaGroup
 from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Gather, Issue, Reduce
-from llmtrain.plan.replica_groups import ReplicaGroup
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
 LaneKind = Literal["gather", "reduce", "flat"] | ReplicaGroup

@@ -1,0 +1,1 @@
+"""The bytes and the seconds of a step by the plan."""

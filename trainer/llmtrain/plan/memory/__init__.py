@@ -1,0 +1,1 @@
+"""The memory that a plan takes on each rank."""

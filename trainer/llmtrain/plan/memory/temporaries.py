@@ -1,0 +1,73 @@
+"""The largest tensors besides activations that a step allocates and frees. No torch in here."""
+
+from itertools import groupby
+
+from llmtrain_kernels.accumulate.kept import kept
+from llmtrain_kernels.cross_entropy.chunks import chunk_rows, row_stride
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.facts import Device
+from llmtrain.plan.per_rank.roles import Role
+from llmtrain.plan.per_rank.saved_tensors import Sizes
+from llmtrain.plan.plan import Plan
+
+
+def gradient_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes of gradients that exist at the same time: that wait to be added to their sums, or are
+    averaged.
+
+    In the compute dtype, autograd holds one parameter's gradient until it is added; a GPU keeps a unit's small ones.
+    That of an embedding which is also the output matrix waits from the head's backward pass to the embedding's. After
+    the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
+    """
+    held = {unit.name: _held(unit, plan.device) for unit in role.units}
+    tied = plan.model.tie_embeddings and {"embedding", "head"} <= held.keys()
+    waiting = held.pop("embedding") if tied else 0
+    gradient = (waiting + max(held.values())) * plan.compute_bytes
+    averaged = 0
+    if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
+        averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
+    return max(gradient, averaged)
+
+
+def backward_bytes(plan: Plan) -> int:
+    """Return the most bytes that a block's backward pass adds to what the block keeps: the gradient that comes in, and
+    that of the activation's input. The gradient of the activation's output takes the place of this output."""
+    sizes = Sizes.of(plan)
+    return sizes.tokens * (plan.model.hidden + sizes.up) * plan.compute_bytes
+
+
+def loss_bytes(plan: Plan, role: Role) -> int:
+    """Return the most bytes that exist at the same time, besides what the loss keeps: its input, a padded copy of the
+    output matrix if the device needs one, and a chunk's logits with the numbers that it makes of them, or with the
+    product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last
+    stage. Optimizer kernels work in place."""
+    if not any(layout.closes for layout in plan.stages_of(role.rank)):
+        return 0
+    parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
+    vocab = -(-plan.model.vocab // parts)
+    tokens = plan.batch.microbatch * plan.batch.sequence_length
+    rows = min(chunk_rows(plan.device, vocab), tokens)
+    # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
+    made = rows * vocab * (plan.kernels.logit if parts == 1 or plan.device == "cuda" else 4)
+    product = vocab * plan.model.hidden * element if element < 4 else 0
+    width = row_stride(plan.device, vocab)
+    # The output matrix, with rows of padding.
+    matrix = width * plan.model.hidden * element if width > vocab else 0
+    return tokens * plan.model.hidden * element + matrix + rows * width * element + max(made, product)
+
+
+def _held(unit: UnitSpec, device: Device) -> int:
+    """Return the most elements of a unit's gradients that wait at the same time. Neighbours that share a parameter are
+    stacked."""
+    sizes = [
+        sum(end - start for _, start, end in stacked)
+        for _, stacked in groupby(_ranges(unit), key=lambda tensor: tensor[0])
+    ]
+    small = [size for size in sizes if device == "cuda" and kept(size)]
+    return max(sum(small) + max((size for size in sizes if not kept(size)), default=0), *sizes)
+
+
+def _ranges(unit: UnitSpec) -> list[tuple[str, int, int]]:
+    return [(tensor.parameter, *tensor.held) for tensor in unit.tensors]

@@ -1,0 +1,1 @@
+"""What each rank holds and exchanges, by the plan."""

@@ -1,0 +1,37 @@
+"""The process groups that a rank joins, as the runtime makes them. No torch in here."""
+
+from collections.abc import Iterator
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.plan.per_rank.replica_groups import replica_groups
+from llmtrain.plan.pipeline.actions import Schedule
+from llmtrain.plan.placement import Placement
+from llmtrain.plan.plan import Plan
+
+
+def group_sizes(plan: Plan, pipeline: int) -> list[int]:
+    """Return the number of ranks of every process group that a rank joins. pipeline: its place along the pipeline
+    axis."""
+    world = [plan.grid.world] if plan.grid.world > 1 else []
+    sharding = (size for one in dict.fromkeys(plan.sharding.placements.values()) for size in _of_placement(one))
+    tensor = [degree] if (degree := plan.grid.degree(Axis.TENSOR)) > 1 else []
+    messages = [2 for _ in _channels(plan.pipeline.schedule, pipeline) if plan.pipeline.transport == "torch"]
+    rank = plan.grid.group_of(0, Axis.PIPELINE)[pipeline]
+    return [*world, *sharding, *tensor, *messages, *map(len, replica_groups(plan, rank).values())]
+
+
+def _of_placement(placement: Placement) -> Iterator[int]:
+    """Yield the groups of `make_hops`: gathers and reductions have their own."""
+    for level in placement.levels:
+        yield from (level.radix, level.radix)
+    if not placement.hierarchical and placement.degrees.weights > 1:
+        yield placement.degrees.weights
+
+
+def _channels(schedule: Schedule, pipeline: int) -> Iterator[tuple[int, int]]:
+    """Yield (source, target) of the stages between which a rank sends or receives; the ways there and back differ."""
+    for stage in range(schedule.stages - 1):
+        ends = schedule.place(stage)[0], schedule.place(stage + 1)[0]
+        if pipeline in ends and ends[0] != ends[1]:
+            yield stage, stage + 1
+            yield stage + 1, stage

@@ -1,0 +1,113 @@
+"""The bytes of model states on a rank, exactly as `llmtrain.sharding` allocates them. No torch in here."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from llmtrain_kernels.quantize.packed_size import packed_bytes
+
+from llmtrain.cluster.description import Cluster
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.memory import stated_memory
+from llmtrain.model.tensors import UnitSpec
+from llmtrain.plan.offload import Offload
+from llmtrain.plan.per_rank.roles import Role, roles
+from llmtrain.plan.placement import Placement
+from llmtrain.plan.plan import Plan, Quantization, Sharding
+from llmtrain.plan.summed import summed
+
+# Share of the accelerator's memory for model states; activations and gathered weights need the remainder.
+STATES_SHARE = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of a rank's model states, with padding.
+
+    weights: in the compute dtype. gradients: their sums. masters: fp32 weights of their own; 0 where the weights are
+    the masters. moments: AdamW's two, fp32. secondary: the secondary copy of the weights, packed or not. replicated:
+    TP-replicated parameters, kept unpacked in addition to quantized weights.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    secondary: int = 0
+    replicated: int = 0
+
+    def __add__(self, other: "StateBytes") -> "StateBytes":
+        """Return the sum of each state."""
+        return summed(self, other)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of the optimizer states."""
+        return self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes of all states together."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+def role_states(plan: Plan, role: Role) -> StateBytes:
+    """Return the model states of each rank of a role."""
+    return state_bytes(role.units, plan.sharding, plan.compute_bytes, plan.grid.degree(Axis.TENSOR))
+
+
+def most_states(plan: Plan) -> StateBytes:
+    """Return the model states of the rank that holds most."""
+    return max((role_states(plan, role) for role in roles(plan)), key=lambda states: states.total)
+
+
+def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: int, tensor: int) -> StateBytes:
+    """Return the model states of a rank. units: its units, sliced for it. compute_bytes: of an element of the compute
+    dtype. tensor: number of tensor-parallel ranks."""
+    total = StateBytes()
+    for unit in units:
+        placement, quantization = sharding.placements[unit.name], sharding.quantization
+        total += unit_states(unit.numel, placement, quantization, compute_bytes, sharding.offload)
+        if tensor > 1 and _keeps_replicated(unit, placement, quantization):
+            total += StateBytes(replicated=(unit.numel - unit.replicated) * compute_bytes)
+    return total
+
+
+def unit_states(
+    numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
+) -> StateBytes:
+    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded."""
+    padded, degrees = placement.padded(numel), placement.degrees
+    summed = 0 if placement.moves_gradients else padded // degrees.gradients
+    stepped = padded // degrees.optimizer
+    stepped = stepped if offload is None else offload.resident(stepped)
+    secondary = 0
+    if degrees.secondary:
+        copied = padded // degrees.secondary
+        packed = quantization.secondary
+        secondary = packed_bytes(copied, packed, quantization.block) if packed else copied * compute_bytes
+    return StateBytes(
+        weights=0 if placement.moves_weights else padded // degrees.weights * compute_bytes,
+        gradients=summed * placement.gradient_bytes(compute_bytes),
+        masters=stepped * 4 if placement.masters == "separate" else 0,
+        moments=stepped * 8,
+        secondary=secondary,
+    )
+
+
+def fits(
+    cluster: Cluster | None, held: Sequence[Role], compute_bytes: int, tensor: int
+) -> Callable[[Sharding], bool] | None:
+    """Return a function that decides whether model states, sharded in a given way, fit the accelerator's memory; None
+    if the description has no memory. held: every role of the ranks."""
+    memory = stated_memory(cluster)
+    if memory is None:
+        return None
+    limit = STATES_SHARE * memory.size
+    return lambda sharding: all(
+        state_bytes(role.units, sharding, compute_bytes, tensor).total <= limit for role in held
+    )
+
+
+def _keeps_replicated(unit: UnitSpec, placement: Placement, quantization: Quantization) -> bool:
+    packed = (quantization.weights or quantization.secondary) and placement.degrees.optimizer > 1
+    return bool(packed) and unit.replicated < unit.numel

@@ -1,0 +1,55 @@
+"""What `auto` of `offload.share` and of `offload.spare` stands for: the least part of the optimizer states with which a
+plan fits if it leaves, and the most of that part that the host has spare memory for. No torch in here."""
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from llmtrain.cluster.memory import stated_host_memory
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.per_rank.rank_buckets import steps_ahead
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import programs_of
+
+# Shares are multiples of one over this number.
+STEPS = 64
+# Spare shares are multiples of one over this number; and the one for hosts whose memory is not stated.
+EIGHTHS, UNKNOWN = 8, 0.25
+
+
+def least_share(plan: Plan) -> float:
+    """Return the least share with which a plan fits the stated memory; 1 where none is stated, or where it does not fit
+    at all. plan: all optimizer states leave."""
+    # What is gathered, and when, does not depend on where optimizer states rest.
+    programs = programs_of(plan)
+    budget = memory_budget(plan, programs)
+    if budget.limit is None or budget.excess:
+        return 1.0
+
+    def fits(step: int) -> bool:
+        offload = replace(plan.sharding.offload, share=step / STEPS)
+        other = replace(plan, sharding=replace(plan.sharding, offload=offload))
+        return not memory_budget(other, programs).excess
+
+    return bisect_left(range(STEPS), True, key=fits) / STEPS
+
+
+def most_spare(plan: Plan) -> float:
+    """Return the share of the offloaded states that may be stepped before the norm is known. plan: without it."""
+    offload = plan.sharding.offload
+    if plan.device == "cpu" or offload.tier != "host" or not offload.share:
+        # The CPU that would step them computes, or files would take more than their volumes have.
+        return 0.0
+
+    def with_spare(eighths: int) -> Plan:
+        return replace(plan, sharding=replace(plan.sharding, offload=replace(offload, spare=eighths / EIGHTHS)))
+
+    if not steps_ahead(with_spare(EIGHTHS)):
+        return 0.0
+    if stated_host_memory(plan.cluster, plan.grid.world) is None:
+        return UNKNOWN
+    programs = programs_of(plan)
+
+    def exceeds(eighths: int) -> bool:
+        return memory_budget(with_spare(eighths), programs).exceeds
+
+    return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS

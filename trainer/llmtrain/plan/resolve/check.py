@@ -1,0 +1,272 @@
+"""Checks beyond types: keys that contradict each other, the number of ranks, missing files.
+
+They run before any process starts and before anything is written. Each error is one sentence.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+
+from llmtrain_data.prefix import prefix_advice
+from llmtrain_kernels.attention.choice import lack
+
+from llmtrain.cluster.topology import placement_advice
+from llmtrain.errors import BadInputError
+from llmtrain.model.config import GPTConfig
+from llmtrain.model.presets import PRESETS
+from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.offload import Offload
+from llmtrain.plan.per_rank.rank_buckets import steps_ahead
+from llmtrain.plan.pipeline.schedules import schedule_warning
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.gradient_dtype import gradient_dtype_problem
+from llmtrain.plan.resolve.resident_check import resident_problem
+from llmtrain.recipe.logging import LoggingConfig
+from llmtrain.recipe.other_words import VALUES
+from llmtrain.recipe.schema import Recipe, TrainConfig
+from llmtrain.yaml.near_folder import near_folder
+
+
+def check_given(recipe: Recipe) -> None:
+    """Check a recipe before it is planned: it has one model, and keys that apply to it. Raises BadInputError."""
+    model = recipe.model
+    ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
+    if not ways:
+        raise BadInputError("model has no family; expected model.preset, model.hf, or model.family with its sizes")
+    if model.preset is not None and len(ways) > 1:
+        raise BadInputError(
+            f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "
+            "set the other to null"
+        )
+    if model.preset is not None and model.preset not in PRESETS:
+        usual = VALUES.get(("model.preset", model.preset))
+        near = [usual] if usual else get_close_matches(model.preset, PRESETS, n=1)
+        advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
+        raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
+    family = PRESETS[model.preset].family if model.preset else model.family
+    for key in ("rope_theta", "rotary_fraction"):
+        if family == "gpt2" and getattr(model, key) is not None:
+            raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
+    if recipe.optimizer.warmup > recipe.train.steps:
+        default = ", its default" if recipe.optimizer.warmup == OptimizerConfig().warmup else ""
+        raise BadInputError(
+            f"optimizer.warmup is {recipe.optimizer.warmup}{default}; expected at most train.steps "
+            f"({recipe.train.steps}), set optimizer.warmup to that or less"
+        )
+    pipeline = recipe.pipeline
+    # recipe.resolved.yaml has both alpha and the list of layers that it led to.
+    if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
+        raise BadInputError(
+            f"pipeline.alpha is {pipeline.alpha}, but pipeline.split is {pipeline.split}, which does not look at the "
+            "stages' speeds; leave alpha out, or set pipeline.split to auto"
+        )
+
+
+def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
+    """Check that the folders and files that a recipe names exist. others: folders that its paths may be relative to
+    instead, for the advice in errors. Raises BadInputError."""
+    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
+    _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
+    # A run with checkpoints resumes from them; the folder that it started from may be gone.
+    begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
+    if recipe.checkpoint.resume not in ("auto", "never") and not begun:
+        _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
+    for _, prefix in recipe.data.blend():
+        for suffix in (".bin", ".idx"):
+            if os.path.isfile(f"{prefix}{suffix}"):
+                continue
+            if os.path.exists(f"{prefix}{suffix}"):
+                raise BadInputError(f"data.path is {prefix}, but {prefix}{suffix} is not a regular file")
+            advice = found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix))
+            raise BadInputError(f"data.path is {prefix}, but there is no file {prefix}{suffix}; {advice}")
+    _expect_writable(Path(recipe.logging.dir), recipe.name)
+
+
+def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:
+    """Return advice that names the one of `folders` in which a relative path exists; empty if it exists in none."""
+    for folder in folders:
+        if not Path(path).is_absolute() and os.path.exists(folder / f"{path}{suffix}"):
+            return f"there is one in {folder}: run from there, or give {folder / path}"
+    return ""
+
+
+def check(plan: Plan, facts: Facts) -> None:
+    """Check that the parts of a plan are consistent, with each other and with the facts that it was made from. Raises
+    BadInputError."""
+    model, training = plan.model, plan.training
+    if facts.tokenizer is not None and model.vocab < facts.tokenizer:
+        raise BadInputError(
+            f"model.vocab is {model.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
+        )
+    if facts.hf is not None:
+        _check_same_model(model, facts.hf)
+    if plan.batch.sequence_length > model.positions:
+        raise BadInputError(
+            f"data.sequence_length is {plan.batch.sequence_length}; expected at most model.positions "
+            f"({model.positions}), lower the one or raise the other"
+        )
+    if training.eval_every and not plan.data.split[1]:
+        raise BadInputError(
+            f"train.eval_every is {training.eval_every}, but data.split leaves nothing to validate on; give its "
+            "second number a share, or set train.eval_every=0"
+        )
+    backends = {placement.backend for placement in plan.sharding.placements.values()}
+    if "apex" in backends and not (facts.apex and facts.device == "cuda"):
+        raise BadInputError("optimizer.backend is apex, which needs NVIDIA's apex and a GPU; set it to auto")
+    if "triton" in backends and not (facts.triton and facts.device == "cuda"):
+        raise BadInputError("optimizer.backend is triton, which needs Triton and a GPU; set it to auto")
+    if "cpu" in backends and facts.device != "cpu":
+        raise BadInputError("optimizer.backend is cpu, and the run computes on a GPU; set it to auto")
+    wide = plan.compute == "fp32"
+    if facts.device == "cuda" and (what := lack(training.attention, wide, model.dropout, training.deterministic)):
+        raise BadInputError(f"train.attention is {training.attention}, which has no {what}; set it to auto")
+    if (most := max(plan.pipeline.recompute)) > model.layers:
+        raise BadInputError(f"activation_checkpointing.every is {most}; expected at most model.layers ({model.layers})")
+    if problem := resident_problem(plan) or gradient_dtype_problem(plan):
+        raise BadInputError(problem)
+
+
+def advice(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return a sentence for each setting that is allowed, but is likely a mistake. plan: of the recipe."""
+    schedule, found = plan.pipeline.schedule, placement_advice(plan.cluster, plan.grid)
+    if schedule.ranks > 1:
+        sizes = (schedule.ranks, schedule.chunks, schedule.microbatches)
+        warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
+        found += [] if warning is None else [warning]
+    found += _breadth_first(plan)
+    return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
+
+
+def _breadth_first(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about a breadth-first schedule that keeps too much, or that changes nothing."""
+    microbatches = plan.batch.microbatches
+    if plan.pipeline.name != "breadth-first":
+        return
+    if microbatches == 1:
+        yield (
+            "pipeline.schedule is breadth-first, but a step has one microbatch, so that it changes nothing; set a "
+            "smaller train.microbatch, or leave it out"
+        )
+    elif not any(plan.pipeline.recompute):
+        yield (
+            f"pipeline.schedule is breadth-first, so that the activations of all {microbatches} microbatches stay; "
+            "set activation_checkpointing to full to keep only the inputs of layers"
+        )
+
+
+def _unused(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each number or name that is set, but that one other key leaves without use."""
+    schedule, compute = plan.optimizer.schedule, plan.compute
+    decays = f"optimizer.schedule is {schedule}"
+    unscaled = f"precision.compute is {compute}" if compute != "fp16" else None
+    keys = (
+        ("optimizer.decay", OptimizerConfig.decay, decays if schedule != "wsd" else None),
+        ("optimizer.min_lr", OptimizerConfig.min_lr, decays if schedule == "constant" else None),
+        ("precision.loss_scale", PrecisionConfig.loss_scale, unscaled),
+        ("precision.loss_scale_window", PrecisionConfig.loss_scale_window, unscaled),
+        (
+            "on_spike.window",
+            SpikeConfig.window,
+            "without on_spike.threshold nothing is a spike" if not plan.spikes.threshold else None,
+        ),
+        (
+            "train.eval_batches",
+            TrainConfig.eval_batches,
+            "train.eval_every is 0" if not plan.training.eval_every else None,
+        ),
+        (
+            "logging.wandb_project",
+            LoggingConfig.wandb_project,
+            "logging.wandb is off" if plan.logging.wandb == "off" else None,
+        ),
+    )
+    for key, default, why in keys:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(recipe, section), name)
+        if why is not None and value != default:
+            yield f"{key} is {value}, but {why}, so that it has no effect; leave it out"
+    if plan.cluster is not None and plan.cluster.between is not None and len(plan.cluster.clusters) < 2:
+        yield "cluster.between is given, but there is one cluster, so that it has no effect; leave it out"
+
+
+def _without_effect(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each decision that has no effect with the others as they are."""
+    pipeline, stages, spikes, sharding = plan.pipeline, plan.pipeline.schedule.ranks, plan.spikes, plan.sharding
+    if spikes.action != "skip" and not spikes.threshold:
+        yield f"on_spike.action is {spikes.action}, but without on_spike.threshold nothing is a spike; set it to 2, say"
+    # The default limit is the number of stages.
+    if pipeline.limit != stages and pipeline.name != "message-driven":
+        yield (
+            f"pipeline.limit is {pipeline.limit}, which pipeline.schedule {pipeline.name} does not have; leave it "
+            "out, or set pipeline.schedule to message-driven"
+        )
+    if sharding.offload.parameters != "device" and pipeline.name == "message-driven":
+        yield (
+            f"offload.parameters is {sharding.offload.parameters}, but pipeline.schedule message-driven keeps all "
+            "weights of a stage on the device during a step; leave it out, or take another schedule"
+        )
+    placements = sharding.placements.values()
+    if any(not one.hierarchical and one.degrees.weights == 1 and one.degrees.ranks > 1 for one in placements):
+        yield (
+            "zero.hierarchical is false, but every rank holds all weights (zero.partition.weights is 1), so that it "
+            "changes no gather; leave it out, or set zero.stage to 3"
+        )
+    if sharding.resident and all(one.degrees.weights == 1 and not one.moves_weights for one in placements):
+        yield (
+            f"zero.resident is {sharding.resident}, but every rank holds all weights (zero.partition.weights is 1), so "
+            "that none are gathered; leave it out, or set zero.stage to 3"
+        )
+
+
+def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each key of the recipe that is set, but of which its plan has no decision."""
+    if recipe.precision.gradients == "compute" and plan.compute == "fp32":
+        yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
+    offload, unset = recipe.offload, Offload()
+    # Sums of gradients move in buckets too.
+    buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)
+    given = {key: getattr(offload, key) for key in ("share", "spare", *buckets, "overlap")}
+    # A plan's record, read as a recipe, has the values of a plan without offload.
+    unused = [f"offload.{key} is {value}" for key, value in given.items() if value not in ("auto", getattr(unset, key))]
+    if offload.optimizer == "none" and unused:
+        yield (
+            f"{' and '.join(unused)}, but offload.optimizer is none, so that no optimizer states leave; set it to host "
+            "or nvme"
+        )
+    if offload.optimizer != "none" and offload.share == 0:
+        yield f"offload.share is 0, so that offload.optimizer={offload.optimizer} moves nothing; leave one of them out"
+    elif plan.sharding.offload.spare and not steps_ahead(plan):
+        yield (
+            f"offload.spare is {offload.spare}, but no gradients are complete before the last pass ends, so that "
+            "nothing is stepped ahead; leave it out"
+        )
+
+
+def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
+    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions"}
+    for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
+        if getattr(model, key) != getattr(hf, key):
+            raise BadInputError(
+                f"model.{key} is {getattr(model, key)}, but the model in model.hf has {getattr(hf, key)}; leave it out"
+            )
+
+
+def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path] = ()) -> None:
+    if value is not None and not Path(value).is_dir():
+        near = near_folder(Path(value))
+        advice = found_elsewhere(value, "", others) or (f"did you mean {near}?" if near else f"expected {what}")
+        raise BadInputError(f"{key} is {value}, which is not a folder; {advice}")
+
+
+def _expect_writable(folder: Path, name: str) -> None:
+    target = folder / name
+    nearest = next(
+        path for path in (target, *target.parents) if os.path.lexists(path) or path == Path(target.anchor or ".")
+    )
+    if not nearest.is_dir():
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} is a file; expected a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise BadInputError(f"logging.dir is {folder}, but {nearest} may not be written to; choose another folder")

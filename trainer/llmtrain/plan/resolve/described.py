@@ -1,0 +1,57 @@
+"""From a recipe to its plan on a described cluster, for commands that look at a run before it starts. The data and this
+machine do not matter. No torch in here."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmtrain_data.tokenizer import tokenizer_size
+
+from llmtrain.model.hf_config import read_hf_config
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.check import check_given
+from llmtrain.plan.resolve.cluster_source import ranks_of
+from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.schema import Recipe
+
+
+def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> tuple[Recipe, Facts]:
+    """Return a recipe and the facts of a run of it.
+
+    ranks: None for as many as the cluster has, or, where nothing says how many, as one replica needs. Raises
+    BadInputError.
+    """
+    recipe = load_recipe(name_or_path, overrides, complete=False)
+    check_given(recipe)
+    topology = ranks_of(recipe, ranks)
+    cluster = topology.cluster
+    accelerator = None if cluster is None else cluster.accelerator
+    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    return recipe, Facts(
+        world=topology.grid.world,
+        # The plan is for the described accelerator, whatever this machine has.
+        device="cuda" if accelerator is not None else "cpu",
+        ranks_per_node=None if cluster is None else cluster.node.ranks,
+        cluster=cluster,
+        tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
+        hf=None if folder is None else read_hf_config(Path(folder)),
+        bf16=computes_bf16(accelerator),
+    )
+
+
+def assumed(recipe: Recipe, facts: Facts, plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each thing that a plan assumes because the recipe does not say it or this machine lacks
+    it."""
+    model = recipe.model
+    # Without a preset, such a recipe has no plan.
+    if recipe.data.tokenizer is not None and facts.tokenizer is None and model.vocab in (None, "auto") and not model.hf:
+        yield (
+            f"data.tokenizer is {recipe.data.tokenizer}, which is not here, so this plan has the {plan.model.vocab} "
+            "ids of model.preset; set model.vocab to the tokenizer's size"
+        )
+    if facts.device == "cpu":
+        yield (
+            "no cluster file describes an accelerator, so this is the plan for CPUs; add 'cluster={accelerator: "
+            "{memory: 80GB}, node: {ranks: 8}}' for GPUs"
+        )

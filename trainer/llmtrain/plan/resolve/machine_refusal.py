@@ -1,0 +1,92 @@
+"""A run that needs more memory than this machine has: why, and the change that makes it fit. No torch in here."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from llmtrain_data import units
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.memory import machine_memory
+from llmtrain.errors import BadInputError
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import host_memory, memory_budget, sure_bytes
+from llmtrain.plan.per_rank.roles import Role, roles
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.check import check
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.refusal import Change, changes, host_changes
+from llmtrain.recipe.schema import Recipe
+
+# The shortest sequence that a refusal advises.
+SHORTEST = 128
+
+
+def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
+    """Return a sentence on why a plan's ranks do not fit this machine's memory, and on what to change; None if they
+    fit. Ranks on GPUs need it for what they offload, and for checkpoints.
+
+    The sentence names the first single change that makes it fit: on GPUs those of `host_changes`, then those of
+    `changes`, then a shorter sequence.
+    """
+    # Memory that a GPU copies from and to is pinned.
+    there = machine_memory(swap=plan.device == "cpu")
+    needed = machine_bytes(plan, facts, there)
+    if needed <= there:
+        return None
+    ranks = _ranks_here(facts)
+    memory = "memory" if plan.device == "cpu" else "memory besides that of its GPUs"
+    said = (
+        f"the run needs {units.size(needed)} of {memory}{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
+        f"has {units.size(there)}"
+    )
+    first = host_changes(recipe, plan) if plan.device == "cuda" else ()
+    for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan)):
+        try:
+            changed = make_plan(change.recipe, facts)
+            check(changed, facts)
+        except BadInputError:
+            # The change is impossible with the other keys.
+            continue
+        if (after := machine_bytes(changed, facts, there)) <= there:
+            return f"{said}; set {' '.join(change.keys)}, which needs {units.size(after)} (--force takes it as it is)"
+    shards = "zero.stage, parallel, " if facts.world > 1 else ""
+    return (
+        f"{said}; no single change of {shards}train.microbatch, activation_checkpointing, offload or "
+        "data.sequence_length makes it fit, so take a smaller model (--force takes it as it is)"
+    )
+
+
+def machine_bytes(plan: Plan, facts: Facts, enough: int) -> int:
+    """Return the planned bytes of the ranks on the machine whose ranks take most. enough: if more are taken without the
+    programs' memory, which takes long to plan for many microbatches, only those are returned."""
+    if plan.device == "cuda":
+        return _fullest(plan, facts, {role: sum(host_memory(plan, role).values()) for role in roles(plan)})
+    sure = _fullest(plan, facts, {role: sure_bytes(plan, role) for role in roles(plan)})
+    if sure > enough:
+        return sure
+    return _fullest(plan, facts, {row.role: row.total for row in memory_budget(plan).rows})
+
+
+def _fullest(plan: Plan, facts: Facts, bytes_of: dict[Role, int]) -> int:
+    """Return the bytes of the machine that takes most. bytes_of: a rank's, by role."""
+    stages = dict[int, int]()
+    for role, taken in bytes_of.items():
+        # Slices of one stage differ by a part of the vocabulary at most.
+        stages[role.pipeline] = max(taken, stages.get(role.pipeline, 0))
+    here = _ranks_here(facts)
+    by_rank = [stages[plan.grid.coordinate(rank, Axis.PIPELINE)] for rank in range(facts.world)]
+    return max(sum(by_rank[first : first + here]) for first in range(0, facts.world, here))
+
+
+def _ranks_here(facts: Facts) -> int:
+    return facts.ranks_per_node or facts.world
+
+
+def _shorter(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield shorter sequences, halved again and again."""
+    length = plan.batch.sequence_length // 2
+    while length >= SHORTEST:
+        yield Change(
+            (f"data.sequence_length={length}",), replace(recipe, data=replace(recipe.data, sequence_length=length))
+        )
+        length //= 2

@@ -1,0 +1,120 @@
+"""What offloaded states need of this machine: room for their files, and kernels. No torch in here."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from llmtrain_data import units
+
+from llmtrain.plan.memory.offload_memory import offload_memory
+from llmtrain.plan.per_rank.rank_activations import activation_memory
+from llmtrain.plan.per_rank.roles import roles
+from llmtrain.plan.plan import Plan
+
+# File systems that keep their files in memory.
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class SpaceNeeded(NamedTuple):
+    """What needs the bytes of files, and what to do where a volume has too few."""
+
+    user: str
+    advice: str
+
+
+def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
+    """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
+    rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
+    paths, total = rests.paths, sum(rests.weights)
+    if not paths:
+        return None
+    ranks = min(ranks_per_node, plan.grid.world)
+    files = ranks * max(_files(plan, role.rank) for role in roles(plan))
+    # Volumes take bytes in proportion to their bandwidths.
+    needed = [int(files * weight / total) for weight in rests.weights]
+    advice = "give a larger volume or more of them, or offload less"
+    space = SpaceNeeded(f"the offload of {units.count(ranks, 'rank')}", advice)
+    # The folders may be those of the cluster file.
+    return volume_problem("offload.paths", paths, needed, space, "set offload.paths to folders of NVMe volumes")
+
+
+def offload_kernels(plan: Plan) -> tuple[str, ...]:
+    """Return the C++ kernels for which a plan's offload has no substitute. Where CPUs compute everything, torch's
+    operations take the place of those that step and sum; on the host of a GPU, steps would take a hundred times as
+    long."""
+    offload, on_gpu = plan.sharding.offload, plan.device != "cpu"
+    needed = {
+        "direct_io": bool(offload.paths or plan.activation_offload.paths),
+        "adamw": on_gpu and offload.share > 0 and not offload.on_device,
+        "squared_sum": on_gpu and offload.gradients != "device",
+    }
+    return tuple(kernel for kernel, is_needed in needed.items() if is_needed)
+
+
+def volume_problem(key: str, paths: Sequence[str], needed: Sequence[int], space: SpaceNeeded, other: str) -> str | None:
+    """Return an error if one of some folders is not on a volume of its own with room for its bytes, else None.
+
+    key: what names the folders. needed: bytes of each. space: what needs them. other: what to do about a folder that
+    cannot be used.
+    """
+    problems = [
+        problem
+        for path, nbytes in zip(paths, needed, strict=True)
+        for problem in _problems(key, Path(path), nbytes, space, other)
+    ]
+    return next(iter([*problems, *_shared(key, paths)]), None)
+
+
+def _files(plan: Plan, rank: int) -> int:
+    return offload_memory(plan, rank).files + activation_memory(plan, rank).files
+
+
+def _problems(key: str, path: Path, needed: int, space: SpaceNeeded, other: str) -> Iterator[str]:
+    said = f"{key} has {path}"
+    if not path.is_dir():
+        yield f"{said}, which is no folder on this machine; {other}"
+    elif not os.access(path, os.W_OK | os.X_OK):
+        yield f"{said}, which may not be written to; {other}"
+    elif (kind := _file_system(path)) in IN_MEMORY:
+        yield f"{said}, which is on a {kind}, in memory; {other}"
+    elif (free := shutil.disk_usage(path).free) < needed:
+        yield f"{said}, where {units.size(free)} are free, and {space.user} takes {units.size(needed)}; {space.advice}"
+    elif not _takes_direct_writes(path):
+        yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); {other}"
+
+
+def _shared(key: str, paths: Sequence[str]) -> Iterator[str]:
+    volumes: dict[int, str] = {}
+    for path in paths:
+        with suppress(OSError):
+            volume = os.stat(path).st_dev
+            if volume in volumes:
+                yield f"{key} has {volumes[volume]} and {path}, which are on one volume; leave one of them out"
+            volumes[volume] = path
+
+
+def _file_system(path: Path) -> str | None:
+    """Return the kind of the file system that a folder is on; None if the system does not say."""
+    held = os.stat(path).st_dev
+    numbers = f"{os.major(held)}:{os.minor(held)}"
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == numbers:
+                return after.split()[0]
+    return None
+
+
+def _takes_direct_writes(path: Path) -> bool:
+    probe = path / f".llmtrain-probe-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return True

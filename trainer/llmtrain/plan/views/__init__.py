@@ -1,0 +1,1 @@
+"""Views of plans: tables, texts, data and figures."""

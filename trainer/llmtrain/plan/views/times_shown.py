@@ -1,0 +1,105 @@
+"""The times of a step, as rows of tables and sentences. No torch in here."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from llmtrain_data import units
+
+from llmtrain.cluster.load import shipped_clusters
+from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, volume_paths
+from llmtrain.plan.cost.least_time import LeastTime, compute_peak
+from llmtrain.plan.cost.save_hold import SaveHold
+from llmtrain.plan.cost.simulated_step import SimulatedStep
+from llmtrain.plan.plan import Plan
+
+LANE_COLUMNS = ("lane of a step", "way", "ranks", "bytes", "rate", "least time")
+
+
+def lane_rows(found: Sequence[LaneTime], threads: int | None) -> Iterator[Sequence[object]]:
+    """Yield the rows of a table of lanes. threads: with which each rank steps offloaded states on the CPU, if that is
+    known."""
+    for lane in found:
+        stepping = lane.name == CPU and threads is not None
+        name = f"{lane.name}, {units.count(threads or 0, 'thread')} a rank" if stepping else lane.name
+        rate = "not known" if lane.rate is None else units.rate(lane.rate)
+        seconds = "-" if lane.seconds is None else units.seconds(lane.seconds)
+        yield name, lane.way, lane.ranks, units.size(lane.nbytes), rate, seconds
+
+
+def least_rows(least: LeastTime, plan: Plan, host: bool) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for each lower bound of a step's time. host: with that of a step by the host's processors."""
+    if least.compute is None and plan.cluster is not None and plan.cluster.accelerator is not None:
+        yield "compute", f"unknown: give cluster.accelerator.name or cluster.accelerator.peak.{plan.compute}"
+    known = (
+        ("compute", least.compute, "at the accelerator's peak"),
+        ("optimizer", least.optimizer, "at the bandwidth of the accelerator's memory"),
+        ("optimizer on the host", least.host if host else None, "at the bandwidth of the host's memory"),
+    )
+    for name, value, why in known:
+        if value is not None:
+            yield name, f"at least {units.seconds(value)}, {why}"
+
+
+def simulated_rows(simulated: SimulatedStep | None, found: Sequence[LaneTime]) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for a simulated step, or why it was not simulated."""
+    if simulated is None:
+        return
+    if simulated.also_moved is not None:
+        known = [lane.seconds for lane in found if lane.seconds is not None]
+        least = f"; no step is shorter than its busiest lane, {units.seconds(max(known))}" if known else ""
+        yield "step, simulated", f"not known, as {simulated.also_moved} move too{least}"
+    elif simulated.moves is None:
+        yield "step, simulated", "not known without all rates"
+    elif simulated.with_compute is None:
+        yield "step, simulated", f"{units.seconds(simulated.moves)} on rank {simulated.rank}, without the computation"
+    else:
+        yield (
+            "step, simulated",
+            f"{units.seconds(simulated.with_compute)} on rank {simulated.rank} with the computation at the "
+            f"accelerator's peak, {units.seconds(simulated.moves)} without",
+        )
+
+
+def hold_rows(save: SaveHold | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for how long a checkpoint holds up the run."""
+    if save is None:
+        return
+    what = f"{units.size(save.taken)} of states of {units.count(save.ranks, 'rank')}"
+    seconds = None if save.seconds is None else units.seconds(save.seconds)
+    if not save.waits:
+        # A copy that takes an unknown time needs no line.
+        if seconds is not None:
+            yield "checkpoint", f"{what} are copied, which holds up the run for at least {seconds}"
+        return
+    waits = f"the next optimizer step waits until {what} are read"
+    if seconds is None:
+        yield "checkpoint", f"{waits}; how long is not known without all rates"
+    elif save.held is None:
+        yield "checkpoint", f"{waits}, which takes at least {seconds}, beside its passes"
+    else:
+        beside = f", beside {units.seconds(save.passes)} of its passes" if save.passes else ""
+        yield "checkpoint", f"{waits}, which takes at least {seconds}{beside}: held up for {units.seconds(save.held)}"
+
+
+def unknown_rates(plan: Plan, found: Sequence[LaneTime], simulated: SimulatedStep | None) -> list[str]:
+    """Return a sentence about the rates that a command measures, and one about those that a datasheet has. found:
+    lanes, of which some rates are not known."""
+    unknown, paths = [lane for lane in found if lane.rate is None], volume_paths(plan)
+    measured = list(dict.fromkeys(lane.name for lane in unknown if lane.name != DEVICE))
+    stated = dict.fromkeys(lane.key for lane in unknown if lane.name == DEVICE)
+    accelerator = plan.cluster.accelerator if plan.cluster else None
+    if simulated is not None and accelerator is not None and compute_peak(plan, accelerator) is None:
+        stated[f"accelerator.peak.{plan.compute}"] = None
+    sentences = list[str]()
+    if measured:
+        folders = "".join(f"--paths {shlex.quote(path)} " for path in paths)
+        names = ", ".join(measured)
+        # The command keeps what the description of the cluster has besides the rates.
+        cluster = plan.cluster.name if plan.cluster and plan.cluster.name in shipped_clusters() else None
+        start = f"--cluster {cluster} " if cluster else ""
+        more = ", with --cluster and your cluster file," if plan.cluster and not cluster else ""
+        command = f"llmtrain bench memory {start}{folders}--output FILE"
+        sentences.append(f"not known of {names}; `{command}`{more} measures them, and cluster=FILE states them")
+    if stated:
+        sentences.append(f"{' and '.join(stated)} of the cluster file is not stated; take it from the datasheet")
+    return sentences
