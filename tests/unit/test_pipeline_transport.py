@@ -1,7 +1,7 @@
 """A transport posts receives before they are needed, and knows which messages have arrived."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.arrivals import Arrivals
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_nccl import NcclMessages
@@ -135,16 +136,24 @@ def test_nccl_receives_when_a_message_is_needed_beside_the_computation(streams: 
     ]
 
 
-def test_nccl_looks_for_no_message_that_nobody_asks_for(posted: list[Message]) -> None:
-    """The next message may depend on what the rank has yet to launch."""
-    transport = expecting(3, 0, posting_of("nccl", 1))
-    assert not posted
+@pytest.mark.parametrize(("posting", "early"), [(posting_of("nccl", 1), 0), (posting_of("gloo", 3), 1)])
+def test_nccl_looks_for_no_message_that_nobody_asks_for(
+    posting: Posting, early: int, posted: list[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next message may depend on what the rank has yet to launch. gloo looks for it while the rank computes."""
+    watched, watch = list[Channel](), Arrivals.watch
+
+    def noted(self: Arrivals, channel: Channel, wait: Callable[[], object]) -> object:
+        watched.append(channel)
+        return watch(self, channel, wait)
+
+    monkeypatch.setattr(Arrivals, "watch", noted)
+    transport = expecting(3, 0, posting)
     for number in range(3):
         assert not transport.arrived(CHANNEL)
         posted[number].there.set()
         assert transport.receive(CHANNEL).numel() == number + 1
-        # Of the next message, no thread waits for the work.
-        assert not any(message.awaited.is_set() for message in posted[number + 1 :])
+        assert len(watched) == min(number + 1 + early, 3)
 
 
 class Sent:
