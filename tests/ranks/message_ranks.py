@@ -35,7 +35,7 @@ def connect(world: int, rank: int, node: int) -> Messages:
         group = dist.new_group([channel.source, channel.target])
         if rank in (channel.source, channel.target):
             peers[channel] = group, channel.target if rank == channel.source else channel.source
-    return messages_of(peers, torch.device("cpu"), node, AHEAD, 1, NBYTES)
+    return messages_of(peers, torch.device("cpu"), node, AHEAD, NBYTES)
 
 
 def message(channel: Channel, number: int) -> torch.Tensor:
