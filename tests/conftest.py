@@ -1,8 +1,6 @@
 """Settings of every test."""
 
 import os
-import sys
-from pathlib import Path
 
 from hypothesis import settings
 
@@ -10,9 +8,6 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_SILENT", "true")
-
-# For `tiny`. Append the path, so that it hides no package.
-sys.path.append(str(Path(__file__).resolve().parent))
 
 # No test is timed: other work on the machine would fail it.
 settings.register_profile("untimed", deadline=None)

@@ -13,7 +13,6 @@ import pytest
 from tools.fake_cuda.library import build, compiler
 
 FOLDER = Path(__file__).parent
-sys.path.append(str(FOLDER))
 
 Answer = Callable[[str, str], dict[str, Any]]
 

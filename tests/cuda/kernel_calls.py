@@ -16,9 +16,10 @@ from llmtrain_kernels.direct_io.queue import DirectQueue
 from llmtrain_kernels.quantize import op as quantize
 from llmtrain_kernels.quantize.format import Backend
 from llmtrain_kernels.quantize.reference import REFERENCE
-from machine import Machine
 from torch import Tensor
 from torch._C import _DisableTorchDispatch
+
+from tests.cuda.machine import Machine
 
 
 def stand_ins(machine: Machine) -> list[Any]:

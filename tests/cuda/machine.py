@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from clocks import Clocks, Extent, Knowledge
 from torch import Tensor
+
+from tests.cuda.clocks import Clocks, Extent, Knowledge
 
 # Seconds after which a wait for another thread is a deadlock.
 PATIENCE = 60
@@ -169,7 +170,7 @@ class Machine:
                 if memory not in self._kept:
                     # Other tensors must not get the same place while the run lasts.
                     self._kept[memory] = tensor.untyped_storage()
-                start, size = tensor.storage_offset(), tensor.element_size()
+                start, size = int(tensor.storage_offset()), tensor.element_size()
                 last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
                 found.append(Extent(memory, start * size, (start + last + 1) * size))
         return found

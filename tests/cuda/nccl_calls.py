@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from clocks import Knowledge
-from machine import DEFAULT, Machine
 from torch import Tensor
 from torch._C import _DisableTorchDispatch
+
+from tests.cuda.clocks import Knowledge
+from tests.cuda.machine import DEFAULT, Machine
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from nccl_calls import Group
+from tests.cuda.nccl_calls import Group
 
 # The name of a communicator, and the number of a call on it.
 Place = tuple[str, int]

@@ -5,10 +5,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from machine import Machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cuda.machine import Machine
 from tools.tensors import tensors_of
 
 aten = torch.ops.aten

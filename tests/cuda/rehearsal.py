@@ -12,8 +12,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from cases import Case
-from kernel_calls import stand_ins
 from llmtrain.checkpoint import save
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.comm import arrivals, backend, collectives, messages_nccl, messages_torch, nccl, stream, subgroups
@@ -35,11 +33,14 @@ from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
 from llmtrain.training.states import shards_to_read
-from machine import Event, Machine, Stream, synchronize
-from nccl_calls import Decisions, Group, Nccl
-from recorder import Recorder
-from threads import standing_for
 from torch import Tensor
+
+from tests.cuda.cases import Case
+from tests.cuda.kernel_calls import stand_ins
+from tests.cuda.machine import Event, Machine, Stream, synchronize
+from tests.cuda.nccl_calls import Decisions, Group, Nccl
+from tests.cuda.recorder import Recorder
+from tests.cuda.threads import standing_for
 
 STEPS = 2
 # So many may be copied to be pinned.

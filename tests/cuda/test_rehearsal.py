@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import CASES
-from twins import RACES
+
+from tests.cuda.cases import CASES
+from tests.cuda.twins import RACES
 
 STEPS = 2
 Answer = Callable[[str, str], dict[str, Any]]

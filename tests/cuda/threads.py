@@ -7,8 +7,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
-from clocks import Knowledge
-from machine import Machine
+from tests.cuda.clocks import Knowledge
+from tests.cuda.machine import Machine
 
 
 def standing_for(machine: Machine) -> SimpleNamespace:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from cases import CASES, Case
 from llmtrain.comm import ranks, stream
 from llmtrain.comm.device import CopyTicket, DeviceCopies
 from llmtrain.comm.stream import CudaThreadStream
@@ -24,8 +23,10 @@ from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
 from llmtrain.training import loop
-from machine import Event, Stream
-from nccl_calls import Work
+
+from tests.cuda.cases import CASES, Case
+from tests.cuda.machine import Event, Stream
+from tests.cuda.nccl_calls import Work
 
 
 class Twin(NamedTuple):

@@ -14,11 +14,11 @@ from tools.fake_cuda.library import load
 
 load(Path(sys.argv[1]))
 
-from cases import CASES, Case  # noqa: E402
-from nccl_calls import Decisions, Group  # noqa: E402
-from order import deadlock, disagreements  # noqa: E402
-from rehearsal import Rehearsed, rehearse  # noqa: E402
-from twins import TWINS  # noqa: E402
+from tests.cuda.cases import CASES, Case  # noqa: E402
+from tests.cuda.nccl_calls import Decisions, Group  # noqa: E402
+from tests.cuda.order import deadlock, disagreements  # noqa: E402
+from tests.cuda.rehearsal import Rehearsed, rehearse  # noqa: E402
+from tests.cuda.twins import TWINS  # noqa: E402
 
 
 def found_in(case: Case) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 from llmtrain_data.output import printable
-from tiny import write_corpus
 
 from tests.e2e.stranger_inputs import (
     DEEP,
@@ -42,6 +41,7 @@ from tests.e2e.stranger_inputs import (
     tokens,
     turned,
 )
+from tests.tiny import write_corpus
 from tools.fuzz.pool import BYTES, SECONDS, WALL_SECONDS
 
 RECIPE = """

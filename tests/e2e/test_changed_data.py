@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llmtrain_data.checksums import BLOCK
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 RECIPE = """
 name: tiny

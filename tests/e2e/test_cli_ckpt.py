@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ CONFIG = GPTConfig(
     family="llama", layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, positions=32, vocab=65, tie_embeddings=False,
     norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="swiglu", dropout=0.0,
 )  # fmt: skip
-RECIPE = {"name": "test", "train": {"global_batch": 4}, "data": {"path": "x", "sequence_length": 16}}
+RECIPE: dict[str, Any] = {"name": "test", "train": {"global_batch": 4}, "data": {"path": "x", "sequence_length": 16}}
 
 
 @pytest.fixture

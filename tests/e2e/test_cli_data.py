@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
@@ -190,6 +191,6 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_it_is_trained(
 def test_names_that_are_no_text_are_shown_escaped(work: Path, tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
     Path(os.fsdecode(path)).write_text(TEXT)
-    words = [sys.executable, "-m", "llmtrain", "data", "prepare", path, "--tokenizer", work / "bpe"]
+    words: list[Any] = [sys.executable, "-m", "llmtrain", "data", "prepare", path, "--tokenizer", work / "bpe"]
     done = subprocess.run([*words, "--output", tmp_path / "d"], capture_output=True, check=True)
     assert rb"input      caf\udce9.txt (text)" in done.stdout

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny import Curve, curve, last_step, write_corpus
 
 from tests.e2e.broken_volumes import mount_again, shut_down, thin_volume
+from tests.tiny import Curve, curve, last_step, write_corpus
 from tools.bench.volumes import volumes
 
 RECIPE = """

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny import last_step, small_disk, write_corpus
+
+from tests.tiny import last_step, small_disk, write_corpus
 
 RECIPE = """
 name: {name}

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 RECIPE = """
 name: tiny

@@ -10,7 +10,8 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from tiny import Curve, curve, write_corpus
+
+from tests.tiny import Curve, curve, write_corpus
 
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}

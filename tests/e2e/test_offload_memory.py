@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 # 60M parameters. In fp32: weights and gradients take 0.48 GB, and both moments as much again.

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import rows
+
+from tests.tiny import rows
 
 CORPUS = Path("quickstart-data")
 STEPS = 300

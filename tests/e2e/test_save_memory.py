@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 # 60M parameters: fp32 masters and moments take 0.72 GB.
 RECIPE = """

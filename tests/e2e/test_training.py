@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tiny import Curve, curve, last_step, rows, write_corpus
+
+from tests.tiny import Curve, curve, last_step, rows, write_corpus
 
 RECIPE = """
 name: {name}
@@ -139,7 +140,7 @@ def kill_until_done(recipe: Path, kills: int, steps: int, *arguments: str) -> No
         if further < 0:
             time.sleep(chance.uniform(0.0, 2.0))
         else:
-            wait_for(lambda goal=begun + further: last_step(folder) >= goal, process)  # type: ignore[misc]
+            wait_for(lambda goal=begun + further: last_step(folder) >= goal, process)
             time.sleep(chance.uniform(0.0, 0.05))
         assert process.poll() is None, process.communicate()
         chance.choice([psutil.Process(process.pid), *psutil.Process(process.pid).children()]).kill()

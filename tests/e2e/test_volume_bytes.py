@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny import write_corpus
 
+from tests.tiny import write_corpus
 from tools.bench.volumes import volumes
 
 # 23M parameters: a step reads and writes some hundreds of MB, beside which the file system's own blocks are few.

@@ -17,7 +17,8 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.training.batches import BatchReader
 from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.errors import DataError
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}

@@ -60,9 +60,9 @@ def test_with_the_products(elements: int, dtype: torch.dtype, monkeypatch: pytes
     x, weight = torch.randn(300, 64, device="cuda").to(dtype), torch.randn(50257, 64, device="cuda").to(dtype)
     targets, results = torch.randint(0, 50257, (300,), device="cuda"), []
     for ours in (True, False):
-        inputs = [(t if ours else t.double()).detach().requires_grad_() for t in (x, weight)]
-        loss = linear_cross_entropy(*inputs, targets) if ours else F.cross_entropy(inputs[0] @ inputs[1].t(), targets)
-        results.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
+        rows, table = ((t if ours else t.double()).detach().requires_grad_() for t in (x, weight))
+        loss = linear_cross_entropy(rows, table, targets) if ours else F.cross_entropy(rows @ table.t(), targets)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (rows, table))])
     # Logits of bf16 are rounded.
     for mine, exact in zip(*results, strict=True):
         assert (mine.double() - exact).norm() <= 2 * TOLERANCE[dtype] * exact.norm()

@@ -20,7 +20,8 @@ from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop
 from llmtrain.training.run import Run
-from tiny import Curve, curve, write_corpus
+
+from tests.tiny import Curve, curve, write_corpus
 
 STEPS = 8
 RECIPE = """

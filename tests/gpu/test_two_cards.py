@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny import Curve, curve, last_step, write_corpus
+
+from tests.tiny import Curve, curve, last_step, write_corpus
 
 STEPS = 6
 RECIPE = """

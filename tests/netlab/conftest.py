@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-# Append the path, so that no folder of the repository hides a package of the same name.
 from tools.netlab.lab import Lab
 from tools.netlab.network import leftovers, namespaces, why_not
 from tools.netlab.spec import plain

@@ -11,8 +11,8 @@ from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.quantity import quantity
 from llmtrain_data.indexed import IndexedWriter
-from tiny import rows
 
+from tests.tiny import rows
 from tools.netlab.lab import Lab, LabResult
 from tools.netlab.spec import of_cluster, plain
 

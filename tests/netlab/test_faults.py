@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import last_step, write_corpus
 
+from tests.tiny import last_step, write_corpus
 from tools.netlab.lab import Lab, LabResult
 from tools.netlab.network import node_name
 from tools.netlab.spec import plain

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import curve, write_corpus
 
+from tests.tiny import curve, write_corpus
 from tools.netlab.lab import Lab
 
 pytestmark = pytest.mark.netlab

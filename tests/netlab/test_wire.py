@@ -26,7 +26,12 @@ Measured = Callable[[tuple[int, int]], dict[tuple[str, int], Sent]]
 @pytest.fixture(scope="session")
 def measured() -> Measured:
     """Return the bytes that every strategy sent in a cluster of a shape; trains each shape once."""
-    return cache(lambda shape: measure(*shape, (ONCE, MANY)))
+
+    @cache
+    def of_shape(shape: tuple[int, int]) -> dict[tuple[str, int], Sent]:
+        return measure(*shape, (ONCE, MANY))
+
+    return of_shape
 
 
 SHAPES = [SMALL, pytest.param(LARGE, marks=pytest.mark.soak)]

@@ -37,7 +37,7 @@ class Allocations:
 
             return submit(stream, watched)
 
-        ThreadStream.submit = counted  # type: ignore[method-assign]
+        ThreadStream.submit = counted  # type: ignore[method-assign, assignment]
         try:
             with _Mode(self._made):
                 yield

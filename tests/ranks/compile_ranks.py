@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from forks import fork_ranks
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream
@@ -21,8 +20,10 @@ from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry import about
 from llmtrain.training import loop
-from tiny import write_corpus
 from torch._dynamo.testing import CompileCounter
+
+from tests.ranks.forks import fork_ranks
+from tests.tiny import write_corpus
 
 RECIPE = """
 name: tiny
@@ -61,12 +62,13 @@ def inline(stream: ThreadStream, job: Job) -> Done:
 def rank_main(world: int, rank: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    about.measured_peak = lambda device, dtype: 1e9  # type: ignore[assignment]
-    ranks, threads, found = connect(Layout({Axis.DATA: world})), ThreadStream.submit, []
+    about.measured_peak = lambda device, dtype, budget=0.3: 1e9
+    ranks, threads = connect(Layout({Axis.DATA: world})), ThreadStream.submit
+    found: list[tuple[str, int]] = []
     compiled = torch.compile
     sharded = [(inline, keys) for keys in CASES if "zero.stage=3" in keys]
     for submit, keys in [*((threads, keys) for keys in CASES), *sharded]:
-        ThreadStream.submit = submit  # type: ignore[method-assign]
+        ThreadStream.submit = submit  # type: ignore[method-assign, assignment]
         counter, name = CompileCounter(), f"run-{len(found)}"
         torch.compiler.reset()
         torch.compile = partial(compiled, backend=counter)

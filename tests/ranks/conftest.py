@@ -1,15 +1,10 @@
 """One worker for all tests of this folder. The first request trains all cases of as many ranks together."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-# Append the path, so that no folder hides a package of the same name.
-sys.path.append(str(Path(__file__).resolve().parent))
-
-from harness import Case, Result, Trained, Trainer
+from tests.ranks.harness import Case, Result, Trained, Trainer
 
 # Seconds for a test, which may train the cases of all others.
 TIMEOUT = 3600

@@ -42,8 +42,12 @@ def answers_by_world(program: str, folders: pytest.TempPathFactory) -> Callable[
 def answers(program: str, world: int, folder: Path, timeout: float = 300) -> list[Any]:
     """Run `program WORLD FOLDER` of this folder, and return the content of each rank's `rank-N.json` in that folder."""
     command = [sys.executable, str(Path(__file__).with_name(program)), str(world), str(folder)]
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment())
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a program of this folder, which imports its modules as `tests.ranks`."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

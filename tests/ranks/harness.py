@@ -1,7 +1,6 @@
 """Trains cases on forked ranks, all cases of one number of ranks together, and reads back their results."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 from llmtrain.checkpoint.read import CheckpointReader
-from tiny import Curve, curve, rows, write_corpus
 
+from tests.ranks.forks import environment
+from tests.tiny import Curve, curve, rows, write_corpus
 from tools.ports import free_ports
 
 # 1, 2, 4, 6 and 8 ranks share the batch evenly, in 1 or 4 microbatches; they do not share the validation samples
@@ -92,7 +92,7 @@ class Trainer:
         self.recipe.write_text(RECIPE.format(folder=self.folder, steps=STEPS, batch=BATCH))
         self._worker = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("worker.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
         )  # fmt: skip
         return self
 
@@ -157,7 +157,7 @@ class Result:
         """Every loss, by kind and step."""
         return curve(self.folder)
 
-    def notes(self, name: str) -> list[list[int]]:
+    def notes(self, name: str) -> list[Any]:
         """What each rank recorded of its engine after each step."""
         paths = sorted(self.folder.glob("rank-*.json"))
         return [json.loads(path.read_text())[name] for path in paths]

@@ -112,7 +112,7 @@ class HighWater:
     def _new_buffer(self, new_buffer: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def counted(gradients: GradientReducer, name: str) -> Tensor:
             buffer = new_buffer(gradients, name)
-            self._reach("gradient_buffers", (buffer.storage_offset() + buffer.numel()) * buffer.itemsize)
+            self._reach("gradient_buffers", (int(buffer.storage_offset()) + buffer.numel()) * buffer.itemsize)
             return buffer
 
         return counted

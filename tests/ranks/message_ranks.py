@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forks import fork_ranks
 from llmtrain.comm.backend import messages_of
 from llmtrain.comm.messages import Channel, Messages
+
+from tests.ranks.forks import fork_ranks
 
 NODE, AHEAD, NBYTES, COUNT = 2, 3, 1 << 12, 200
 # Bytes up to several times all slots of a channel.

@@ -12,7 +12,8 @@ import torch
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.environment import launched
 from llmtrain.comm.ranks import connect, disconnect
-from worker import run_case
+
+from tests.ranks.worker import run_case
 
 
 def main() -> None:

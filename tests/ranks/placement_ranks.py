@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forks import fork_ranks
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, levels_of
 from llmtrain.cluster.tiers import Tier, axis_tiers
@@ -36,8 +35,10 @@ from llmtrain.plan.program.workspaces import in_flight_buffers, lane_buffers
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import make_hops
 from llmtrain.sharding.unit import ShardedUnit, unsharded_unit
-from programs import whole_model
 from torch import Tensor, nn
+
+from tests.programs import whole_model
+from tests.ranks.forks import fork_ranks
 
 CONFIG = GPTConfig(
     family="llama", layers=3, hidden=32, heads=4, kv_heads=2, ffn=96, positions=16, vocab=61, tie_embeddings=False,
@@ -200,9 +201,9 @@ def rank_main(world: int, rank: int, folder: Path) -> None:
             whole = expected[unit.spec.name]
             apart = unit.optimizer.read("master", start, end) - whole[start:end]
             worst = max(worst, float(apart.norm() / whole.norm()))
-        apart = max(abs(one - other) / other for one, other in zip(own, norms, strict=True))
+        norm_apart = max(abs(one - other) / other for one, other in zip(own, norms, strict=True))
         held = {unit.spec.name: unit.weight.numel() / unit.ranges.padded for unit in engine.units.values()}
-        found[name] = {"weights": worst, "norms": apart, "held": held}
+        found[name] = {"weights": worst, "norms": norm_apart, "held": held}
         engine.close()
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forks import fork_ranks
 from llmtrain.comm import shared_memory as shared
+
+from tests.ranks.forks import fork_ranks
 
 SLOT_BYTES, OPERATIONS = 4096, 150
 NARROW = torch.bfloat16

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from harness import Case
+from tests.ranks.harness import Case
 
 INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
 FLAT = "zero.hierarchical=false"

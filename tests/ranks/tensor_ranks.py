@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from forks import fork_ranks
 from llmtrain.comm.backend import collectives_of
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
@@ -27,10 +27,12 @@ from llmtrain.parallel.weight_gradients import gradients as deferred_gradients
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.unit import ShardedUnit, unsharded_unit
-from programs import whole_model
-from tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
-from tensor_memory import kept_bytes
 from torch import Tensor
+
+from tests.programs import whole_model
+from tests.ranks.forks import fork_ranks
+from tests.ranks.tensor_cases import BATCH, CASES, SEQUENCE, STEPS, VARIANTS, Figures, config_of, tokens
+from tests.ranks.tensor_memory import kept_bytes
 
 CPU = torch.device("cpu")
 
@@ -45,7 +47,7 @@ class Built:
 
     def gradients(self) -> dict[str, Tensor]:
         """Return every canonical tensor's gradient; sums those of TP-replicated tensors, as a reducer would."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for unit in self.units:
             flat = torch.cat(
                 [parameter.grad.flatten() for parameter in unit.parameters.tensors if parameter.grad is not None]
@@ -173,7 +175,8 @@ def dropout(mesh: TensorMesh, figures: Figures) -> None:
     config = replace(config_of("gpt2"), dropout=0.3)
     ours = build(config, mesh, torch.float32, recompute=1)
     x, y = tokens(config, 0)
-    attention, seen = ours.model.blocks["0"].attention, []
+    attention: Any = ours.model.blocks["0"].attention
+    seen: list[Tensor] = []
     # With equal values, the output shows only what was dropped.
     attention.qkv.weight.data.zero_()
     attention.qkv.bias.data.fill_(1.0)
@@ -184,7 +187,8 @@ def dropout(mesh: TensorMesh, figures: Figures) -> None:
     figures["recomputed alike"] = float((seen[0] - seen[1]).abs().max())
     figures["in heads"] = seen[0].flatten()[:64].tolist()
     figures["residual"] = (embedded == 0).flatten()[:64].int().tolist()
-    figures["replicated"] = [float(parameter.grad.sum()) for parameter in ours.model.head.norm.parameters()]
+    gradients = [cast(Tensor, parameter.grad) for parameter in ours.model.head.norm.parameters()]
+    figures["replicated"] = [float(gradient.sum()) for gradient in gradients]
 
 
 def memory(mesh: TensorMesh, figures: Figures) -> None:
@@ -196,7 +200,7 @@ def memory(mesh: TensorMesh, figures: Figures) -> None:
             x, y = tokens(config, 0)
             held = [unit.weight for unit in ours.units]
             tables = [*(ours.model.rotary or ()), x]
-            figures[f"kept {name} {layers}"] = kept_bytes(lambda m=ours.model, a=x, b=y: m(a, b), [*held, *tables])
+            figures[f"kept {name} {layers}"] = kept_bytes(partial(ours.model, x, y), [*held, *tables])
 
 
 def traffic(mesh: TensorMesh, figures: Figures) -> None:

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from harness import Case, Trained, assert_same_states
-from strategies import BF16, INT4, NARROW
-from test_grid import grid
-from test_offload import ALL_IN_FILES, HOST
-from test_parity import check, settled, worst_difference
+
+from tests.ranks.harness import Case, Trained, assert_same_states
+from tests.ranks.strategies import BF16, INT4, NARROW
+from tests.ranks.test_grid import grid
+from tests.ranks.test_offload import ALL_IN_FILES, HOST
+from tests.ranks.test_parity import check, settled, worst_difference
 
 BREADTH = "breadth-first"
 STAGE3, RECOMPUTED, TIED = "zero.stage=3", "activation_checkpointing=full", ("model.tie_embeddings=true",)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from forks import answers
 
+from tests.ranks.forks import answers
 from tools.ports import free_ports
 
 

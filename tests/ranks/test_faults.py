@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tiny import rows, write_corpus
 
+from tests.tiny import rows, write_corpus
 from tools.ports import free_ports
 
 RECIPE = """

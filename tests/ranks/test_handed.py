@@ -5,9 +5,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from evaluation_calls import evaluation_calls
-from handed import Handed, text
-from harness import Case, Result, Trained
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -16,11 +13,15 @@ from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged
-from strategies import COVERING as SHARDED
-from strategies import NARROW_SUMS
-from test_breadth_first import LATER, SOON
-from test_grid import BY_STAGE, QUANTIZED, every, every_zero
-from test_grid import COVERING as GRIDS
+
+from tests.ranks.evaluation_calls import evaluation_calls
+from tests.ranks.handed import Handed, text
+from tests.ranks.harness import Case, Result, Trained
+from tests.ranks.strategies import COVERING as SHARDED
+from tests.ranks.strategies import NARROW_SUMS
+from tests.ranks.test_breadth_first import LATER, SOON
+from tests.ranks.test_grid import BY_STAGE, QUANTIZED, every, every_zero
+from tests.ranks.test_grid import COVERING as GRIDS
 
 FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=3", "checkpoint.every=3")
 REDUCTIONS = ("all_to_all", "reduce_scatter")

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from harness import BATCH, Case, Result, Trained
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.model.tensors import model_units
@@ -19,7 +18,9 @@ from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
-from strategies import COVERING
+
+from tests.ranks.harness import BATCH, Case, Result, Trained
+from tests.ranks.strategies import COVERING
 
 BLOCK, UNITS = 256, 5
 FACTS = Facts(world=1, device="cpu")
@@ -30,7 +31,10 @@ def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
     """Return a run's resolved recipe, its degrees, and its units' padded elements."""
     recipe = load_recipe(str(result.folder / "recipe.resolved.yaml"))
     cut = recipe.zero.partition
-    degrees = Degrees(recipe.parallel.data, cut.weights, cut.gradients, cut.optimizer, recipe.zero.secondary)
+    given = (recipe.parallel.data, cut.weights, cut.gradients, cut.optimizer, recipe.zero.secondary)
+    # A resolved recipe leaves none of them open.
+    degrees = Degrees(*(one for one in given if isinstance(one, int)))
+    assert (degrees.ranks, degrees.weights, degrees.gradients, degrees.optimizer, degrees.secondary) == given
     multiple = degrees.ranks * shard_multiple(recipe)
     padded = [-(-unit.numel // multiple) * multiple for unit in model_units(model_shape(recipe, FACTS))]
     return recipe, degrees, padded

@@ -5,7 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from forks import answers
+
+from tests.ranks.forks import answers
 
 Found = Callable[[int], list[dict[str, object]]]
 SHARED, ROUTED, GLOO = "SharedMemoryMessages", "RoutedMessages", "GlooMessages"

@@ -1,7 +1,6 @@
 """Messages between stages over MPI have the same content as torch's."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +9,11 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from harness import Case, Trainer, worst_difference
-from test_grid import SCHEDULES, grid
-from test_parity import settled
+
+from tests.ranks.forks import environment
+from tests.ranks.harness import Case, Trainer, worst_difference
+from tests.ranks.test_grid import SCHEDULES, grid
+from tests.ranks.test_parity import settled
 
 MPI = "pipeline.transport=mpi"
 FEW = [
@@ -34,7 +35,7 @@ def test_messages_over_mpi(cases: list[Case], trainer: Trainer) -> None:
     ranks = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4", sys.executable]
     started = subprocess.run(
         [*ranks, str(Path(__file__).with_name("mpi_rank.py")), json.dumps(job)],
-        capture_output=True, text=True, timeout=880, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=880, check=False, env=environment(),
     )  # fmt: skip
     assert started.returncode == 0, started.stderr[-3000:]
     for case in cases:

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 from _pytest.mark import ParameterSet
-from harness import Case, Trained, assert_same_states
 from llmtrain.plan.cost.volume_traffic import volume_traffic
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.program.build import Programs
@@ -14,6 +13,8 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.telemetry.metrics import read_metrics
+
+from tests.ranks.harness import Case, Trained, assert_same_states
 
 # Norms that clipping cuts in some steps and not in others, and buckets of which each unit has several.
 CLIP = 0.63
@@ -179,8 +180,8 @@ def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
     for rank, steps in enumerate(result.notes("moved")):
         planned: dict[str, Counter[int]] = defaultdict(Counter)
         for moved in volume_traffic(plan, rank, Programs(ProgramSpec.of(plan, rank))).values():
-            for path, counts in moved.items():
-                planned[path].update(dict(enumerate(counts)))
+            for path, read_and_written in moved.items():
+                planned[path].update(dict(enumerate(read_and_written)))
         for before, after in pairwise(steps):
             for path, counts in planned.items():
                 assert [now - then for now, then in zip(after[path], before[path], strict=True)] == [

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
-from harness import Case, Trained, assert_same_states
+
+from tests.ranks.harness import Case, Trained, assert_same_states
 
 TIERS = {
     "host": ("offload.activations=host",),

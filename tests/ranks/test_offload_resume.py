@@ -6,7 +6,8 @@ from itertools import pairwise, product
 
 import pytest
 from _pytest.mark import ParameterSet
-from harness import STEPS, Case, Result, Trainer, assert_same_states, resumed
+
+from tests.ranks.harness import STEPS, Case, Result, Trainer, assert_same_states, resumed
 
 HALF = STEPS // 2
 # Buckets of which each unit has several, and another size of them after the resume.

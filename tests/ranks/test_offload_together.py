@@ -4,8 +4,9 @@ embeddings: every layout trains with the bits that it has without offload."""
 from dataclasses import replace
 
 import pytest
-from harness import Case, Trained, assert_same_states
-from test_offload import ALL_IN_FILES, HOST, OVERFLOWS
+
+from tests.ranks.harness import Case, Trained, assert_same_states
+from tests.ranks.test_offload import ALL_IN_FILES, HOST, OVERFLOWS
 
 # Norms that clipping cuts in some steps and not in others.
 CLIP = 0.8

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from harness import STEPS, Case, Result, Trained, worst_difference
-from strategies import COVERING, NARROW, NARROW_SUMS, cases
+
+from tests.ranks.harness import STEPS, Case, Result, Trained, worst_difference
+from tests.ranks.strategies import COVERING, NARROW, NARROW_SUMS, cases
 
 
 def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:

@@ -4,8 +4,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from forks import answers
-from placement_ranks import CASES, EXPERT
+
+from tests.ranks.forks import answers
+from tests.ranks.placement_ranks import CASES, EXPERT
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """The buffers that a plan has against what runs take of them: every pool, on every rank, to the byte."""
 
+from typing import Any
+
 import pytest
-from harness import Case, Trained
 from llmtrain.plan.collective_buffers import SLOT_BYTES, CollectiveBuffers
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.checkpoint_copies import copy_bytes
@@ -12,11 +13,13 @@ from llmtrain.plan.program.pools import Pools, pool_bytes
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
-from strategies import COVERING as SHARDED
-from strategies import INT4, NARROW_SUMS
-from test_grid import COVERING as GRIDS
-from test_grid import QUANTIZED, grid
-from test_handed import cases
+
+from tests.ranks.harness import Case, Trained
+from tests.ranks.strategies import COVERING as SHARDED
+from tests.ranks.strategies import INT4, NARROW_SUMS
+from tests.ranks.test_grid import COVERING as GRIDS
+from tests.ranks.test_grid import QUANTIZED, grid
+from tests.ranks.test_handed import cases
 
 HALF = "precision.compute=bf16"
 NARROW = [
@@ -58,9 +61,9 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
     for rank, found in enumerate(result.notes("high_water")):
         programs = Programs(ProgramSpec.of(plan, rank))
         pools = Pools.of(plan, rank, programs)
-        buffers = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
+        elements = {"gathered_weights": programs.step.weights, "gradient_buffers": programs.step.gradients}
         sizes = {"gathered_weights": plan.compute_bytes, "gradient_buffers": plan.buffered_gradient_bytes}
-        buffers = {name: elements * sizes[name] for name, elements in buffers.items()}
+        buffers = {name: count * sizes[name] for name, count in elements.items()}
         planned = {**buffers, **pool_bytes(plan, rank, programs)}
         # Slots of messages and posted receives count from the first message on.
         if plan.pipeline.schedule.message_driven:
@@ -72,14 +75,14 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
         assert found["built"] == {**planned, "messages": 0, "receives": 0}
         assert found["buffers"] == buffers
         (lanes,) = pools.lanes.values()
-        named = {f"{lane.kind} {lane.span}": buffers for lane, buffers in lanes.items()}
+        named = {f"{lane.kind} {lane.span}": taking for lane, taking in lanes.items()}
         taken = found["workspaces"]
         assert taken.pop("gathers") == pools.in_flight.weights
         assert taken.pop("reductions") == pools.in_flight.gradients
         shared = found["rounds"].keys()
         assert taken == {
-            name: buffers.workspace("shared" if name in shared else "gloo") for name, buffers in named.items()
+            name: taking.workspace("shared" if name in shared else "gloo") for name, taking in named.items()
         }
         for name, passed in found["rounds"].items():
-            buffers: CollectiveBuffers = {**named, **pools.groups}[name]
-            assert min(max(-(-passed // PAGE), 1) * PAGE, SLOT_BYTES) == buffers.slot_bytes
+            each: dict[Any, CollectiveBuffers] = {**named, **pools.groups}
+            assert min(max(-(-passed // PAGE), 1) * PAGE, SLOT_BYTES) == each[name].slot_bytes

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from harness import Case, Trained
-from strategies import SECOND
+
+from tests.ranks.harness import Case, Trained
+from tests.ranks.strategies import SECOND
 
 # From little more than one block, of 49,664 bytes, to room for all units.
 BUDGETS = (50_000, 0, 110_000, 150_000, 10**9)

@@ -4,7 +4,8 @@ from itertools import pairwise, permutations
 
 import pytest
 import torch
-from harness import STEPS, Case, Trainer, resumed, worst_difference
+
+from tests.ranks.harness import STEPS, Case, Trainer, resumed, worst_difference
 
 HALF = STEPS // 2
 PARTITION = "zero.partition={{weights: {}, gradients: {}, optimizer: {}}}"

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from forks import answers_by_world
+
+from tests.ranks.forks import answers_by_world
 
 Found = Callable[[int], list[dict[str, object]]]
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-from forks import answers_by_world
-from tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
-from tensor_memory import block_bytes
+
+from tests.ranks.forks import answers_by_world
+from tests.ranks.tensor_cases import BATCH, CASES, SEQUENCE, VARIANTS, Figures, config_of
+from tests.ranks.tensor_memory import block_bytes
 
 KINDS, EACH = ("tensor", "sequence"), [(world, name) for world, names in CASES.items() for name in names]
 # By rank: the figure's name, and its value.

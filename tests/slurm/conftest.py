@@ -1,17 +1,11 @@
 """Tests on a Slurm of this machine; skipped, with the reason, on machines that cannot run one."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-# Append the path, so that no folder of the repository hides a package of the same name.
-sys.path.append(str(Path(__file__).resolve().parent))
-
-from desk import Desk
-from tiny import write_corpus
-
+from tests.slurm.desk import Desk
+from tests.tiny import write_corpus
 from tools.slurmlab.files import Spec
 from tools.slurmlab.lab import Lab, why_not
 

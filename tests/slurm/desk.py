@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.launch.slurm.queue import ENDED
-from tiny import Curve, curve
 
+from tests.tiny import Curve, curve
 from tools.slurmlab.lab import Lab
 
 # Tensor x pipeline parallel on 2 nodes x 2 ranks. The split is given, because measured speeds may differ between runs.

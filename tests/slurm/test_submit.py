@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from desk import SECRET, Desk
-from tiny import Curve
+
+from tests.slurm.desk import SECRET, Desk
+from tests.tiny import Curve
 
 pytestmark = pytest.mark.slurm
 

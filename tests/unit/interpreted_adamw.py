@@ -15,7 +15,7 @@ from llmtrain_kernels.adamw.op import Decay, adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.adamw.triton_backend import TILE
 
-from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, states
+from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, clones, cut, states
 from tests.triton_lab import counted, rounded
 
 # Within a tile, at its border, and several tiles with a rest.
@@ -41,8 +41,8 @@ def decided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_reference(dtype: torch.dtype, numbers: AdamWStep) -> None:
     for numel, weight_dtype in zip(SIZES + SIZES[-3:], cycle(WEIGHTS), strict=False):
-        *ours, gradient = states(numel)
-        gradient, theirs = gradient.clamp(-6e4, 6e4).to(dtype), [each.clone() for each in ours]
+        ours, gradient = states(numel)
+        gradient, theirs = gradient.clamp(-6e4, 6e4).to(dtype), clones(ours)
         weight = None if weight_dtype is None else torch.full((numel,), 77, dtype=weight_dtype)
         before = gradient.clone()
         adamw("triton", *ours, gradient, numbers, weight)
@@ -64,9 +64,9 @@ def test_ranges_without_decay(parts: int) -> None:
     """One launch gives the bits of a step of each range."""
     numel = 3 * TILE + 37
     for seed in range(2):
-        *ours, gradient = states(numel)
+        ours, gradient = states(numel)
         decay = random_decay(numel, parts, seed)
-        theirs, weights = [each.clone() for each in ours], torch.zeros(2, numel, dtype=torch.bfloat16)
+        theirs, weights = clones(ours), torch.zeros(2, numel, dtype=torch.bfloat16)
         adamw("triton", *ours, gradient, CLIPPED, weights[0], decay=decay)
         adamw("reference", *theirs, gradient, CLIPPED, weights[1], decay=decay)
         assert_same_bits(ours, theirs)
@@ -75,13 +75,13 @@ def test_ranges_without_decay(parts: int) -> None:
 
 def test_cuts_do_not_change_a_bit() -> None:
     numel = 6 * TILE + 5
-    *start, gradient = states(numel)
+    start, gradient = states(numel)
     results = []
     for cuts in ([], [TILE], [1, 2, 3, 777, 3 * TILE + 1, numel - 1]):
-        ours, weight = [each.clone() for each in start], torch.zeros(numel, dtype=torch.bfloat16)
+        ours, weight = clones(start), torch.zeros(numel, dtype=torch.bfloat16)
         for first, last in pairwise([0, *cuts, numel]):
             own = slice(first, last)
-            adamw("triton", *(each[own] for each in ours), gradient[own], CLIPPED, weight[own])
+            adamw("triton", *cut(ours, own), gradient[own], CLIPPED, weight[own])
         results.append([*ours, weight])
     for result in results[1:]:
         assert_same_bits(result, results[0])
@@ -89,11 +89,13 @@ def test_cuts_do_not_change_a_bit() -> None:
 
 def test_states_go_elsewhere() -> None:
     """The old states stay, and the new ones have the bits that a step in place gives."""
-    *start, gradient = states(2 * TILE + 9)
-    inside, before = [each.clone() for each in start], [each.clone() for each in start]
+    start, gradient = states(2 * TILE + 9)
+    inside, before = clones(start), clones(start)
     adamw("triton", *inside, gradient, CLIPPED)
-    after = [torch.full_like(each, 7) for each in start]
-    adamw("triton", *start, gradient, CLIPPED, into=(after[0], after[1], after[2]))
+    after = clones(start)
+    for each in after:
+        each.fill_(7)
+    adamw("triton", *start, gradient, CLIPPED, into=after)
     assert_same_bits(start, before)
     assert_same_bits(after, inside)
 
@@ -101,8 +103,8 @@ def test_states_go_elsewhere() -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e38])
 def test_gradients_that_are_not_finite(bad: float) -> None:
     """They change their own element alone, and as in the reference. The square of 1e38 overflows."""
-    *ours, gradient = states(1500)
-    theirs = [each.clone() for each in ours]
+    ours, gradient = states(1500)
+    theirs = clones(ours)
     gradient[[0, 15, 500, 1499]] = bad
     weight = torch.zeros(1500, dtype=torch.bfloat16)
     for numbers in (CLIPPED, replace(CLIPPED, step=4)):
@@ -115,8 +117,8 @@ def test_gradients_that_are_not_finite(bad: float) -> None:
 
 def test_a_step_without_a_divisor_is_skipped() -> None:
     """States stay, whatever the gradients are, and weights are what they are masters of."""
-    *ours, gradient = states(2 * TILE + 9)
-    before, gradient[::7] = [each.clone() for each in ours], torch.nan
+    ours, gradient = states(2 * TILE + 9)
+    before, gradient[::7] = clones(ours), torch.nan
     weight = torch.full((len(gradient),), 7, dtype=torch.bfloat16)
     adamw("triton", *ours, gradient, replace(CLIPPED, gradient_divisor=torch.tensor(torch.nan)), weight)
     assert_same_bits([*ours, weight], [*before, before[0].bfloat16()])
@@ -127,7 +129,7 @@ def test_bytes_moved(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three states and the gradient are read, three states and the weight written: 28 bytes and the weight's. Each
     program reads the divisor."""
     numel = 8 * TILE + 3
-    *ours, gradient = states(numel)
+    ours, gradient = states(numel)
     with counted(monkeypatch) as moved:
         adamw("triton", *ours, gradient, CLIPPED, torch.zeros(numel, dtype=dtype), decay=random_decay(numel, 7, 0))
     assert moved.stored == numel * (12 + dtype.itemsize)

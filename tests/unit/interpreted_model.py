@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kept import Counted, Kept, Setup, built, counted
 from llmtrain.model import layers
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.facts import Facts
@@ -24,6 +23,7 @@ from llmtrain_kernels.norm import op as norm
 from llmtrain_kernels.rotary import op as rotary
 from torch import Tensor
 
+from tests.kept import Counted, Kept, Setup, built, counted
 from tests.triton_lab import rounded
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -32,16 +32,27 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def inputs(shape: tuple[int, ...], dtype: torch.dtype, adds: bool, centered: bool) -> list[Tensor | None]:
+# What a norm takes: what it norms, what it adds to that, weights and biases.
+Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, adds: bool, centered: bool) -> Inputs:
     torch.manual_seed(shape[-1])
-    sizes = [shape, shape if adds else None, shape[-1:], shape[-1:] if centered else None]
-    made = [None if size is None else torch.randn(size) for size in sizes]
     # Rows of unlike sizes, away from 0.
-    made[0] = made[0] * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)) + 0.5
-    return [None if one is None else one.to(dtype).requires_grad_() for one in made]
+    x = torch.randn(shape) * torch.arange(1, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)) + 0.5
+    added, weight = torch.randn(shape) if adds else None, torch.randn(shape[-1:])
+    return leaves((x, added, weight, torch.randn(shape[-1:]) if centered else None), dtype)
 
 
-def results(function: Callable[..., Any], given: list[Tensor | None], grads: list[Tensor | None]) -> list[Tensor]:
+def leaves(given: Inputs, dtype: torch.dtype) -> Inputs:
+    """Return copies of another type, of which gradients are asked."""
+    x, added, weight, bias = (None if one is None else one.detach().to(dtype).requires_grad_() for one in given)
+    assert x is not None
+    assert weight is not None
+    return x, added, weight, bias
+
+
+def results(function: Callable[..., Any], given: Inputs, grads: list[Tensor | None]) -> list[Tensor]:
     """Return sum, norm and the gradients of all inputs. grads: of sum and norm; None: it is not used."""
     outputs = function(*given, EPS)
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
@@ -60,13 +71,13 @@ def reference(
     return total, normal if bias is None else normal + bias
 
 
-def exact(given: list[Tensor | None], grads: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+def exact(given: Inputs, grads: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
     """Return the results in fp64. The sum is rounded, as the kernel's is."""
-    x, added, weight, bias = (None if one is None else one.detach().double().requires_grad_() for one in given)
+    x, added, weight, bias = leaves(given, torch.float64)
     if added is None:
-        return results(reference, [x, added, weight, bias], grads)
+        return results(reference, (x, added, weight, bias), grads)
     total = (x + added).detach().to(dtype).double().requires_grad_()
-    summed, normal, of_sum, *of_weights = results(reference, [total, None, weight, bias], grads)
+    summed, normal, of_sum, *of_weights = results(reference, (total, None, weight, bias), grads)
     return [summed, normal, of_sum, of_sum, *of_weights]
 
 
@@ -99,7 +110,7 @@ def test_no_rows_and_strided_rows() -> None:
     assert (total.shape, normal.shape) == ((2, 0, 8), (2, 0, 8))
     assert torch.equal(torch.autograd.grad(normal.sum(), weight)[0], torch.zeros(8))
     x = torch.randn(8, 5).t().requires_grad_()
-    pairs = [results(residual_norm, [one, None, weight, None], [None, torch.ones(5, 8)]) for one in (x, x.contiguous())]
+    pairs = [results(residual_norm, (one, None, weight, None), [None, torch.ones(5, 8)]) for one in (x, x.contiguous())]
     for one, other in zip(*pairs, strict=True):
         assert torch.equal(one, other)
 

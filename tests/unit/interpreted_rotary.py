@@ -49,8 +49,8 @@ def test_equals_reference(dtype: torch.dtype, shape: tuple[int, int, int, int]) 
         # No other memory is used.
         assert mine.untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
     # As attention returns them: contiguous, head by head, and of a sum, which has no strides.
-    grads = torch.randn(parts[0].shape), torch.randn(parts[1].transpose(1, 2).shape).transpose(1, 2), torch.ones(())
-    grads = [grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype).expand(parts[2].shape)]
+    of_q, of_k = torch.randn(parts[0].shape), torch.randn(parts[1].transpose(1, 2).shape).transpose(1, 2)
+    grads = [of_q.to(dtype), of_k.to(dtype), torch.ones(()).to(dtype).expand(parts[2].shape)]
     exact = qkv.double().requires_grad_()
     q, k, v = exact.split([heads, kv_heads, kv_heads], dim=2)
     (true,) = torch.autograd.grad([rotate(q, cos, sin), rotate(k, cos, sin), v], exact, [one.double() for one in grads])
@@ -79,7 +79,8 @@ def test_bytes_moved(shape: tuple[int, int, int, int], monkeypatch: pytest.Monke
         triton_backend.rotate_(qkv[:, :, : heads + kv_heads], cos, sin)
     assert (moved.loaded, moved.stored) == (least + tables, least)
     with counted(monkeypatch) as moved:
-        triton_backend.backward(*qkv.split([heads, kv_heads, kv_heads], dim=2), cos, sin)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        triton_backend.backward(q, k, v, cos, sin)
     assert (moved.loaded, moved.stored) == (qkv.nbytes + 2 * tables, qkv.nbytes)
     if heads == 40:
         assert least + tables + least <= 1.1 * 2 * least

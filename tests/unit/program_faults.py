@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmtrain.plan.program.instructions import Gather, Issue, Pass, Point, Program, Reduce
 from llmtrain.plan.validation.grid import step_programs
@@ -150,7 +151,7 @@ def summed_at(unit: str, offset: int, *passes: str) -> Change:
     return changed
 
 
-def with_flags(one: Pass, **flags: bool) -> Pass:
+def with_flags(one: Pass, **flags: Any) -> Pass:
     first, *rest = one.backward
     return replace(one, backward=(replace(first, **flags), *rest))
 

@@ -8,7 +8,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-from in_process import train_here
 from llmtrain.checkpoint.folder import step_folders
 from llmtrain.checkpoint.manifest import encode, read_manifest
 from llmtrain.errors import BadInputError, RunFailedError
@@ -25,7 +24,10 @@ from llmtrain.training.saved_progress import progress_of
 from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import Fingerprint
 from llmtrain_data.indexed import IndexedData
-from tiny import write_corpus
+from pydantic import JsonValue
+
+from tests.in_process import train_here
+from tests.tiny import write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}
@@ -72,6 +74,7 @@ def test_data_turned_round_before_a_resume_is_refused(train: Train, folder: Path
     refusal = r"set\.bin does not match its checksums" if checksums else r"set holds other data than .*accept_changed"
     with pytest.raises((BadInputError, DataError), match=refusal) as refused:
         train("train.steps=9")
+    assert isinstance(refused.value, BadInputError | DataError)
     assert refused.value.exit_code == 2
     assert {path: path.read_bytes() for path in (folder / "runs").rglob("*") if path.is_file()} == before
 
@@ -117,7 +120,7 @@ def test_checkpoints_without_fingerprints_go_on(train: Train, folder: Path) -> N
 
 
 @pytest.mark.parametrize("said", ["text", [1], [{"path": "a"}], {}, None])
-def test_fingerprints_that_are_none_are_told(train: Train, folder: Path, said: object) -> None:
+def test_fingerprints_that_are_none_are_told(train: Train, folder: Path, said: JsonValue) -> None:
     train()
     newest = step_folders(folder / "runs" / "tiny" / "checkpoints")[-1]
     manifest = read_manifest(newest)

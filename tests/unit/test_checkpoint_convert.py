@@ -36,11 +36,11 @@ from transformers import (
 from transformers.utils import logging
 
 RANKS = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61,
     "max_position_embeddings": 24,
 }  # fmt: skip
-GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 24}
+GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 24}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
     "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=80, tie_word_embeddings=False)),
@@ -79,7 +79,8 @@ def test_imported_and_exported_again(tmp_path: Path, kind: str) -> None:
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3
 
     theirs = AutoModelForCausalLM.from_pretrained(source)
-    ours, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    ours, info = loaded
     assert not any(info.values())
     prompt = torch.randint(0, 61, (2, 6))
     expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False)
@@ -237,6 +238,7 @@ def test_rope_is_read_in_both_spellings(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(content))
         found.append(read_hf_config(tmp_path))
         theirs = GPTNeoXConfig.from_pretrained(tmp_path).rope_parameters
+        assert theirs is not None
         assert (theirs["rope_theta"], theirs["partial_rotary_factor"]) == (500.0, 0.5)
     assert found[0] == found[1]
     assert (found[0].rope_theta, found[0].rotary_fraction) == (500.0, 0.5)

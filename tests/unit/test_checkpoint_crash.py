@@ -24,7 +24,8 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
-from tiny import small_disk
+
+from tests.tiny import small_disk
 
 CONFIG = GPTConfig(
     family="gpt2", layers=1, hidden=32, heads=4, kv_heads=4, ffn=128, positions=32, vocab=65, tie_embeddings=True,
@@ -51,14 +52,16 @@ def save(folder: Path, step: int, keep: int = 1) -> str | None:
 def loaded_step(folder: Path) -> int:
     """Return the step of the checkpoint that loads, after checking that all its values are of that step and none is
     damaged."""
-    found, warnings = shards(0), []
+    found = shards(0)
+    warnings: list[str] = []
     progress = load_latest(folder, found, RANKS, warnings.append)
     assert progress is not None
     assert warnings == []
+    step = int(str(progress["step"]))
     for shard in found:
         for state in shard.states.values():
-            assert bool((state == progress["step"]).all())
-    return int(str(progress["step"]))
+            assert bool((state == step).all())
+    return step
 
 
 def in_child(work: Callable[[], object]) -> int:

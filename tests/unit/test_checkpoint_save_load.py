@@ -5,7 +5,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -40,11 +40,12 @@ ABOUT = {"recipe": {"name": "test"}, "model": asdict(CONFIG)}
 class ThreadRanks(Ranks):
     """Ranks that are threads of this process; collectives go through the store."""
 
-    def sum_all(self, values: list[float]) -> list[float]:
+    def sum_all(self, values: Sequence[float | torch.Tensor]) -> list[float]:
+        own = [float(value) for value in values]
         if self.store is None:
-            return values
+            return own
         turn = self.store.add(f"sum/{self.rank}", 1)
-        self.store.set(f"sum/{turn}/{self.rank}", json.dumps(values))
+        self.store.set(f"sum/{turn}/{self.rank}", json.dumps(own))
         every = [json.loads(self.store.get(f"sum/{turn}/{rank}")) for rank in range(self.layout.world)]
         return [sum(column) for column in zip(*every, strict=True)]
 
@@ -270,13 +271,12 @@ def test_another_model_is_refused_not_skipped(tmp_path: Path) -> None:
 
 
 def test_only_a_checkpoint_of_step_0_may_lack_optimizer_states(tmp_path: Path) -> None:
-    def masters(ranks: Ranks) -> list[StateShard]:
+    def save_masters(step: int, ranks: Ranks) -> str | None:
         shards = shards_of(values_at(10), ranks)
-        return [replace(shard, states={"master": shard.states["master"]}) for shard in shards]
+        masters = [replace(shard, states={"master": shard.states["master"]}) for shard in shards]
+        return Checkpointer(tmp_path / str(step), ranks, 1, False).save(step, masters, {}, ABOUT)
 
-    for step in (0, 10):
-        folder = tmp_path / str(step)
-        on_ranks(1, lambda r, f=folder, s=step: Checkpointer(f, r, 1, False).save(s, masters(r), {}, ABOUT))
+    on_ranks(1, lambda ranks: [save_masters(step, ranks) for step in (0, 10)])
     found = values_at(3)
     on_ranks(1, lambda ranks: load_latest(tmp_path / "0", shards_of(found, ranks), ranks, print))
     assert torch.equal(found["head"]["master"], values_at(10)["head"]["master"])
@@ -286,7 +286,7 @@ def test_only_a_checkpoint_of_step_0_may_lack_optimizer_states(tmp_path: Path) -
         on_ranks(1, lambda ranks: load_latest(tmp_path / "10", shards_of(found, ranks), ranks, print))
 
 
-def _forge(folder: Path, change: Callable[[dict], None]) -> None:
+def _forge(folder: Path, change: Callable[[dict], object]) -> None:
     """Change a manifest and correct its checksum, as an attacker can."""
     content = json.loads((folder / MANIFEST).read_text())
     change(content)

@@ -101,7 +101,7 @@ def test_launched_by_mpirun_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranks_that_mpirun_starts_through_scripts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = {}
+    ports: dict[str, str] = {}
     for name, parent in (("123.1", 7), ("123.1", 8), ("124.1", 9)):
         monkeypatch.setattr("os.getppid", lambda parent=parent: parent)
         found = launched({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": name})

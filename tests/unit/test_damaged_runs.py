@@ -187,7 +187,7 @@ def huge(path: Path) -> None:
         file.truncate(10**9)
 
 
-STRANGE: dict[str, Callable[[Path], None]] = {
+STRANGE: dict[str, Callable[[Path], object]] = {
     "a pipe": fifo,
     "a folder": Path.mkdir,
     "a huge file": huge,

@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from llmtrain_data import readers
-from llmtrain_data.corpus import open_corpus
+from llmtrain_data.corpus import FileCorpus, open_corpus
 from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
 
@@ -36,7 +36,7 @@ def documents(source: Path | str, **options: object) -> list[str]:
     return out
 
 
-def jsonl(texts: list[str | None], key: str = "text") -> bytes:
+def jsonl(texts: Sequence[str | None], key: str = "text") -> bytes:
     return b"".join(json.dumps({"id": [1], key: text, "z": {"text": "no"}}).encode() + b"\n" for text in texts)
 
 
@@ -44,9 +44,9 @@ def jsonl(texts: list[str | None], key: str = "text") -> bytes:
 @pytest.mark.parametrize("chunk", [16, 1 << 20])
 def test_jsonl(tmp_path: Path, suffix: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "CHUNK", chunk)
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
     path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(pack(jsonl(TEXTS).rstrip(b"\n")))
+    path.write_bytes(packs[suffix](jsonl(TEXTS).rstrip(b"\n")))
     assert documents(path) == TEXTS
     corpus = open_corpus(str(path), CorpusOptions())
     assert sum(piece.done for piece in corpus.chunks()) == corpus.total == path.stat().st_size
@@ -122,8 +122,8 @@ def test_encoders_get_the_texts_as_valid_utf8() -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_cut_short_is_found(tmp_path: Path, suffix: str) -> None:
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(jsonl(TEXTS))[:-6])
+    packed = gzip.compress(jsonl(TEXTS)) if suffix == ".gz" else zstandard.compress(jsonl(TEXTS))
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(packed[:-6])
     with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be read"):
         documents(tmp_path / f"a.jsonl{suffix}")
 
@@ -227,9 +227,12 @@ def test_a_folder_gives_one_document_a_file_in_a_fixed_shuffled_order(tmp_path: 
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
-    corpus = open_corpus("stdlib", CorpusOptions())
+    corpus, again = (open_corpus("stdlib", CorpusOptions()) for _ in range(2))
+    assert isinstance(corpus, FileCorpus)
+    assert isinstance(again, FileCorpus)
+    assert corpus.total is not None
     assert 6e6 < corpus.total < 25e6
-    assert corpus.files == open_corpus("stdlib", CorpusOptions()).files
+    assert corpus.files == again.files
     assert any(path.name == "argparse.py" for path in corpus.files)
 
 

@@ -51,7 +51,7 @@ def test_another_domain_at_the_end_is_told(tmp_path: Path, seed: int) -> None:
     texts = documents(domain(0), 440, random) + documents(domain(1), 60, random)
     (sentence,) = warnings(written(tmp_path / "two", texts))
     assert "is of another domain than its training split" in sentence
-    random.shuffle(texts)  # type: ignore[arg-type]
+    random.shuffle(texts)
     assert warnings(written(tmp_path / "shuffled", texts)) == []
 
 

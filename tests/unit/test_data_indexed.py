@@ -165,7 +165,8 @@ def test_a_signal_between_the_renames_waits_for_the_last(
 ) -> None:
     # A background job starts with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    writer, done = IndexedWriter(tmp_path / "set", np.dtype("uint16")), []
+    writer = IndexedWriter(tmp_path / "set", np.dtype("uint16"))
+    done: list[Path] = []
     writer.add(np.arange(4), np.array([4]))
     replace = os.replace
 

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def run(source: Path, tokenizer: Path, prefix: Path, **options: object) -> Prepared:
+def run(source: Path, tokenizer: Path, prefix: Path, **options: Any) -> Prepared:
     return prepare(open_corpus(str(source), CorpusOptions()), tokenizer, prefix, PrepareOptions(**options))
 
 

@@ -311,6 +311,13 @@ def test_nothing_runs_what_it_loads(path: Path) -> None:
     assert not {"torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"} & calls
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name)
+def test_tests_import_each_other_as_tests(path: Path) -> None:
+    """mypy finds them by no other name, and would check no call of what it does not find."""
+    others = {other.stem for other in (ROOT / "tests").rglob("*.py")}
+    assert not others & {module.split(".")[0] for module in imported_modules(path)}
+
+
 def in_a_new_process(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]

@@ -25,11 +25,11 @@ def test_linear_cross_entropy_matches_reference(rows: int, dtype: torch.dtype, m
     targets = torch.randint(0, 31, (13,))
     losses, gradients = [], []
     for function in (linear_cross_entropy, reference_linear_cross_entropy):
-        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        loss = function(*inputs, targets) * 3.0
+        rows_in, table = (t.to(dtype).requires_grad_() for t in (x, weight))
+        loss = function(rows_in, table, targets) * 3.0
         loss.backward()
         losses.append(loss.detach())
-        gradients.append([t.grad for t in inputs])
+        gradients.append([rows_in.grad, table.grad])
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
     for ours, theirs in zip(*gradients, strict=True):
@@ -46,8 +46,8 @@ def test_rows_of_padding_change_nothing(rows: int, monkeypatch: pytest.MonkeyPat
     found = []
     for width in (31, 64):
         monkeypatch.setattr(op, "row_stride", lambda device, vocab, width=width: width)
-        inputs = [one.clone().requires_grad_() for one in (x, weight)]
-        loss = linear_cross_entropy(*inputs, targets)
+        inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
+        loss = linear_cross_entropy(inputs[0], inputs[1], targets)
         found.append([loss.detach(), *torch.autograd.grad(loss, inputs)])
         assert op.padded(weight).shape == (width, 16)
     for padded, plain in zip(*found, strict=True):

@@ -14,7 +14,7 @@ from llmtrain_kernels.native import native_reason
 from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor
 
-from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, states
+from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, clones, cut, states
 
 WEIGHTS = (None, torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,8 +33,8 @@ def test_equals_reference(lanes: int, dtype: torch.dtype, numbers: AdamWStep) ->
     assert native_reason(("adamw",)) is None
     for numel in (0, 1, 7, 16, 33, BLOCK, 70_001):
         for number, weight_dtype in enumerate(WEIGHTS):
-            *ours, gradient = states(numel)
-            gradient, theirs = gradient.to(dtype), [each.clone() for each in ours]
+            ours, gradient = states(numel)
+            gradient, theirs = gradient.to(dtype), clones(ours)
             weight = None if weight_dtype is None else torch.full((numel,), 77, dtype=weight_dtype)
             squares, before = torch.zeros((), dtype=torch.float64), gradient.clone()
             cpu.step(*ours, gradient, numbers, weight, offset=37 * number, squares=squares, lanes=lanes)
@@ -49,16 +49,16 @@ def test_equals_reference(lanes: int, dtype: torch.dtype, numbers: AdamWStep) ->
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_cuts_and_threads_do_not_change_a_bit(lanes: int) -> None:
     numel = 200_003
-    *start, gradient = states(numel)
+    start, gradient = states(numel)
     places = [0, *sorted(random.Random(lanes).sample(range(1, numel), 1000)), numel]
     pieces = [slice(*ends) for ends in pairwise(places)]
     results = []
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
         for ranges in ([slice(0, numel)], [slice(0, places[500]), slice(places[500], numel)], pieces):
-            ours, weight = [each.clone() for each in start], torch.zeros(numel, dtype=torch.bfloat16)
+            ours, weight = clones(start), torch.zeros(numel, dtype=torch.bfloat16)
             for one in ranges:
-                cpu.step(*(each[one] for each in ours), gradient[one], CLIPPED, weight[one], lanes=lanes)
+                cpu.step(*cut(ours, one), gradient[one], CLIPPED, weight[one], lanes=lanes)
             results.append([*ours, weight])
     for result in results[1:]:
         assert_same_bits(result, results[0])
@@ -70,15 +70,15 @@ def test_cuts_and_threads_do_not_change_a_bit(lanes: int) -> None:
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_large_ranges(lanes: int, dtype: torch.dtype) -> None:
     """Their weights are written past the caches, except before the first aligned block and after the last whole one."""
-    *start, gradient = states((1 << 20) + 3 * BLOCK + 37)
+    start, gradient = states((1 << 20) + 3 * BLOCK + 37)
     first = 32 * 7
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        ours, weight = [each.clone() for each in start], torch.zeros(len(gradient), dtype=dtype)
-        ranges = [each[first:] for each in (*ours, gradient)]
-        cpu.step(*ranges, CLIPPED, weight[first:], offset=first, lanes=lanes)
-        theirs = [each.clone() for each in start]
-        reference.step(*(each[first:] for each in (*theirs, gradient)), CLIPPED)
+        ours, weight = clones(start), torch.zeros(len(gradient), dtype=dtype)
+        own = slice(first, None)
+        cpu.step(*cut(ours, own), gradient[own], CLIPPED, weight[first:], offset=first, lanes=lanes)
+        theirs = clones(start)
+        reference.step(*cut(theirs, own), gradient[own], CLIPPED)
         assert_same_bits(ours, theirs)
         assert torch.equal(weight[first:], theirs[0][first:].to(dtype))
         assert not weight[:first].any()
@@ -86,7 +86,7 @@ def test_large_ranges(lanes: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_squares_do_not_depend_on_threads(lanes: int) -> None:
-    *ours, gradient = states(200_003)
+    ours, gradient = states(200_003)
     expected = squared_sum(gradient, 96)
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
@@ -104,7 +104,7 @@ def ulp(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("numbers", [CLIPPED, PLAIN, replace(PLAIN, step=1, lr=0.1, weight_decay=0.3)])
 def test_near_fp64(numbers: AdamWStep) -> None:
     """Results are within 2 ulp of the largest operand. Masters are 30 times their updates, as in training."""
-    master, m, v, gradient = states(200_003)
+    (master, m, v), gradient = states(200_003)
     master = 30 * numbers.lr * (master + master.sign())
     old, old_m, old_v, g = (each.double() for each in (master, m, v, gradient))
     g = g / (1.0 if numbers.gradient_divisor is None else float(numbers.gradient_divisor))
@@ -133,8 +133,8 @@ def test_weights_round_to_nearest_even(lanes: int) -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e38])
 def test_gradients_that_are_not_finite(bad: float, lanes: int) -> None:
     """They change their own element alone, and as in the reference. The square of 1e38 overflows."""
-    *ours, gradient = states(1000)
-    theirs = [each.clone() for each in ours]
+    ours, gradient = states(1000)
+    theirs = clones(ours)
     gradient[[0, 15, 500, 999]] = bad
     weight = torch.zeros(1000, dtype=torch.bfloat16)
     for numbers in (CLIPPED, replace(CLIPPED, step=4)):
@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite(bad: float, lanes: int) -> None:
 
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_padding_stays_zero(lanes: int) -> None:
-    ours, weight = [torch.zeros(100) for _ in range(3)], torch.ones(100, dtype=torch.bfloat16)
+    ours, weight = (torch.zeros(100), torch.zeros(100), torch.zeros(100)), torch.ones(100, dtype=torch.bfloat16)
     for step in (1, 2, 100_000):
         cpu.step(*ours, torch.zeros(100), replace(CLIPPED, step=step), weight, lanes=lanes)
     assert not any(each.any() for each in (*ours, weight))
@@ -158,7 +158,7 @@ def test_reference_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.Mo
     results = []
     for kernel in (cpu._kernel, lambda: None):
         monkeypatch.setattr(cpu, "_kernel", kernel)
-        *ours, gradient = states(1000)
+        ours, gradient = states(1000)
         weight, squares = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros((), dtype=torch.float64)
         cpu.step(*ours, gradient.to(dtype), CLIPPED, weight, offset=5, squares=squares)
         results.append([*ours, weight, squares.view(1)])
@@ -167,8 +167,8 @@ def test_reference_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 def test_torch_skips_a_step_without_a_divisor() -> None:
     """The divisor is on the device of the states, here a CPU."""
-    *ours, gradient = states(1000)
-    before, gradient[::7] = [each.clone() for each in ours], torch.nan
+    ours, gradient = states(1000)
+    before, gradient[::7] = clones(ours), torch.nan
     weight = torch.full((1000,), 7, dtype=torch.bfloat16)
     adamw("torch", *ours, gradient, replace(CLIPPED, gradient_divisor=torch.tensor(torch.nan)), weight)
     assert_same_bits([*ours, weight], [*before, before[0].bfloat16()])
@@ -177,7 +177,7 @@ def test_torch_skips_a_step_without_a_divisor() -> None:
 @pytest.mark.parametrize("weight_dtype", WEIGHTS[1:])
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_backends_write_weights(backend: str, weight_dtype: torch.dtype) -> None:
-    *ours, gradient = states(100)
+    ours, gradient = states(100)
     before, weight = ours[0].clone(), torch.zeros(100, dtype=weight_dtype)
     adamw(backend, *ours, gradient, CLIPPED, weight)
     assert not torch.equal(ours[0], before)
@@ -189,12 +189,14 @@ def test_backends_write_weights(backend: str, weight_dtype: torch.dtype) -> None
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_states_go_elsewhere(backend: str, numel: int) -> None:
     """The old states stay, and the new ones have the bits that a step in place gives."""
-    *start, gradient = states(numel)
-    inside, before = [each.clone() for each in start], [each.clone() for each in start]
+    start, gradient = states(numel)
+    inside, before = clones(start), clones(start)
     weights = torch.zeros(2, numel, dtype=torch.bfloat16)
     adamw(backend, *inside, gradient.clone(), CLIPPED, weights[0])
-    after = [torch.full_like(each, 7) for each in start]
-    adamw(backend, *start, gradient.clone(), CLIPPED, weights[1], into=(after[0], after[1], after[2]), threads=1)
+    after = clones(start)
+    for each in after:
+        each.fill_(7)
+    adamw(backend, *start, gradient.clone(), CLIPPED, weights[1], into=after, threads=1)
     assert_same_bits(start, before)
     assert_same_bits(after, inside)
     assert torch.equal(*weights)

@@ -28,7 +28,7 @@ def test_compiles_for_gpus(weight: str | None, given: str | None, target: tuple[
     types = pointers | {"numel": "i32", "places": ("i64",) * kernels.PLACES}
     types |= {} if given is None else {"given": given}
     types |= dict.fromkeys(NUMBERS, "fp32")
-    constants = {"first": kernels.FIRST, "tile": kernels.TILE}
+    constants: dict[str, int | None] = {"first": kernels.FIRST, "tile": kernels.TILE}
     constants |= {name: None for name, kind in (("weight", weight), ("given", given)) if kind is None}
     found = compiled(kernels._adamw, types, constants, {*pointers}, kernels.OPTIONS, target)
     assert found.spilled == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_linear_cross_entropy(native: bool, dtype: torch.dtype, monkeypatch: pyt
     torch.manual_seed(0)
     x, weight = torch.randn(13, 16, dtype=dtype) * torch.linspace(0.1, 8, 13)[:, None].to(dtype), torch.randn(301, 16)
     targets = torch.randint(0, 301, (26,))[::2]
-    ours = differentiated(lambda *a: linear_cross_entropy(*a, targets), [x, weight.to(dtype)], torch.tensor(3.0))
+    ours = differentiated(lambda x, w: linear_cross_entropy(x, w, targets), [x, weight.to(dtype)], torch.tensor(3.0))
     exact = [t.double() for t in (x, weight.to(dtype))]
     wanted = differentiated(lambda x, w: F.cross_entropy(x @ w.t(), targets), exact, torch.tensor(3.0))
     for mine, true in zip(ours, wanted, strict=True):
@@ -164,7 +165,7 @@ def test_compiled_blocks_take_the_plain_forms() -> None:
 
 def test_what_torch_compile_traces_takes_no_triton_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not trace the search for Triton either."""
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    on_gpu = cast(Tensor, SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
     monkeypatch.setattr(triton_launch, "triton_installed", lambda: True)
     assert triton_launch.takes_triton(on_gpu)
     monkeypatch.setattr(triton_launch, "triton_installed", None)

@@ -33,10 +33,10 @@ def test_linear(taken: list[tuple[int, ...]], shape: tuple[int, ...], with_bias:
     upstream = torch.randn(*shape[:-1], 33)
     results = []
     for function, dtype in ((linear, torch.float32), (F.linear, torch.float64)):
-        x, weight, *bias = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in tensors]
-        y = function(x, weight.t() if input_major else weight, *bias)
+        x, weight, *rest = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in tensors]
+        y = function(x, weight.t() if input_major else weight, rest[0] if rest else None)
         y.backward(upstream.to(dtype))
-        results.append([y.detach(), *(tensor.grad for tensor in (x, weight, *bias))])
+        results.append([y.detach(), *(tensor.grad for tensor in (x, weight, *rest))])
     assert len(taken) == 3
     for ours, theirs in zip(*results, strict=True):
         assert ours is not None

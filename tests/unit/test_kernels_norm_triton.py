@@ -23,10 +23,10 @@ def test_in_the_interpreter() -> None:
 def test_forward_compiles_for_gpus(centered: bool, width: int, target: tuple[str, int | str, int]) -> None:
     from llmtrain_kernels.norm import triton_backend as kernels
 
-    constants = kernels.tile_constants(width)
-    options = {"num_warps": constants.pop("num_warps")}
+    tile = kernels.tile_constants(width)
+    options = {"num_warps": tile.pop("num_warps")}
     pointers = dict.fromkeys(("x", "added", "weight", "total", "y"), "*bf16") | ({"bias": "*bf16"} if centered else {})
-    constants |= {} if centered else {"bias": None}
+    constants: dict[str, int | None] = {**tile, **({} if centered else {"bias": None})}
     aligned = {*pointers, "statistics", "width"}
     found = compiled(kernels._forward, pointers | NUMBERS, constants, aligned, options, target)
     assert found.spilled == 0

@@ -1,6 +1,7 @@
 """Block quantization: the C++ kernels against the reference, and the format's guarantees."""
 
 import threading
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def numbers(numel: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def packed(x: Tensor, bits: int, block: int, **how: object) -> Tensor:
+def packed(x: Tensor, bits: int, block: int, **how: Any) -> Tensor:
     out = torch.full((len(x), packed_bytes(x.shape[1], bits, block)), 77, dtype=torch.uint8)
     quantize(x, bits, block, out, **how)
     return out
@@ -226,6 +227,6 @@ def test_tensors_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="expected"):
         quantize(x, 8, 32, torch.zeros(2 * 72 + 1, dtype=torch.uint8)[1:].view(2, 72))
     with pytest.raises(ValueError, match="expected 'nearest' or 'stochastic'"):
-        quantize(x, 8, 32, out, rounding="up")
+        quantize(x, 8, 32, out, rounding=cast(Any, "up"))
     with pytest.raises(ValueError, match="sums are"):
         dequantize_sum(out, 8, 32, torch.zeros(64, dtype=torch.bfloat16))

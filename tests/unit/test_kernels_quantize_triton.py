@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_compiles_for_a_gpu(bits: int) -> None:
     from triton.compiler import ASTSource
 
     pointers = {"x": "*fp32", "out": "*fp32", "payload": "*u8", "scales": "*fp32"}
-    compiled = {
+    compiled: dict[Any, dict[str, Any]] = {
         kernels._quantize: kernels.tile_constants(bits, 2048) | kernels.format_constants(bits) | {"dither": True},
         kernels._unpack: kernels.tile_constants(bits, 2048) | {"add": True},
     }

@@ -11,7 +11,8 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain.start import run as start
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 RECIPE = {
     "name": "old",

@@ -177,7 +177,8 @@ def test_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             path = tmp_path / "class/net" / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    address, state = namedtuple("address", "family address netmask"), namedtuple("state", "isup speed")
+    address = namedtuple("address", "family address netmask")
+    state = namedtuple("state", "isup speed")
     names = ["ib0", "eth0", "eth1", "docker0"]
     addresses = {name: [address(AF_INET, f"10.{place}.0.7", "255.255.0.0")] for place, name in enumerate(names)}
     monkeypatch.setattr(

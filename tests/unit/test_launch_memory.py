@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def test_figures_replace_those_of_a_description_and_the_rest_stays() -> None:
 
 @pytest.mark.parametrize(("together", "each"), [(8e9, "2.00 GB/s"), (6e9, "1.50 GB/s"), (9e9, "2.00 GB/s")])
 def test_volumes_that_slow_each_other_down_have_what_they_have_together(together: float, each: str) -> None:
-    both = found(a=None, b=None)
-    both.volumes.append(VolumeRate(TOGETHER, "mixed", MIB, 8, together))
+    each_alone = found(a=None, b=None)
+    both = replace(each_alone, volumes=[*each_alone.volumes, VolumeRate(TOGETHER, "mixed", MIB, 8, together)])
     after = described(
         load_cluster(
             {"name": "mine", "node": {"ranks": 4}, "clusters": [{"name": "ib", "nic": {"kind": "infiniband"}}]}

@@ -341,7 +341,7 @@ def test_jobs_on_other_hosts(
     free: bool,
 ) -> None:
     slurm(active)
-    write(tmp_path, **changes)
+    write(tmp_path, age=0.0, **changes)
     assert (holder_of(tmp_path) is None) is free
     # If Slurm does not know, the lease decides.
     pauses = Pauses({1: renew(tmp_path)})

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
@@ -82,7 +83,7 @@ def test_a_run_that_was_killed_before_its_first_row_has_begun(tmp_path: Path) ->
 
 
 def test_time_left_is_at_the_pace_of_all_that_a_run_does() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": 10, "elapsed_s": 100.0, "step_time_s": 1.0},
         {"event": "eval", "step": 20},
         {"step": 30, "elapsed_s": 160.0, "step_time_s": 1.0},

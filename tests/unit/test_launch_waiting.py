@@ -12,7 +12,8 @@ from llmtrain.errors import BadInputError
 from llmtrain.inference import open as opened
 from llmtrain.launch.waiting import BRIEF, set_waiting, taken_cores
 from llmtrain.start import run as start
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.parameters import parameter_ranges
 from llmtrain.sharding.unit import unsharded_unit
-from programs import BACKWARD, programs_of, whole_model
 from torch import Tensor
 
-SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+from tests.programs import BACKWARD, programs_of, whole_model
+
+SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+# All versions of transformers read it, though the types of some leave it out.
+ROTARY: dict[str, Any] = {"rotary_pct": 0.5}
 
 
 def gpt2() -> transformers.PreTrainedModel:
@@ -37,8 +41,8 @@ def llama(tied: bool = False) -> transformers.PreTrainedModel:
 
 def neox(activation: str = "gelu") -> transformers.PreTrainedModel:
     config = transformers.GPTNeoXConfig(
-        num_hidden_layers=3, hidden_size=48, num_attention_heads=4, intermediate_size=192, rotary_pct=0.5,
-        max_position_embeddings=32, vocab_size=97, hidden_act=activation, **SPECIAL,
+        num_hidden_layers=3, hidden_size=48, num_attention_heads=4, intermediate_size=192,
+        max_position_embeddings=32, vocab_size=97, hidden_act=activation, **SPECIAL, **ROTARY,
     )  # fmt: skip
     return transformers.GPTNeoXForCausalLM(config)
 
@@ -80,6 +84,7 @@ def gradients_by_name(folder: Path, model: transformers.PreTrainedModel) -> dict
     """Bring the peer's gradients into canonical form: save them, and read them as if they were weights."""
     with torch.no_grad():
         for parameter in model.parameters():
+            assert parameter.grad is not None
             parameter.copy_(parameter.grad)
     model.save_pretrained(folder)
     return {name: tensor.flatten().clone() for name, tensor in hf_tensors(folder, read_hf_config(folder))}

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from in_process import train_here
-from late_streams import LateCopies, LateStream, late_copies
 from llmtrain.errors import RunFailedError
 from llmtrain.offload.activation_copies import CpuCopies, GpuCopies
 from llmtrain.offload.activation_store import ActivationStore, FileActivations, HostActivations
@@ -23,8 +21,11 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.training import loop as loop
-from tiny import curve, rows, write_corpus
 from torch import Tensor
+
+from tests.in_process import train_here
+from tests.late_streams import LateCopies, LateStream, late_copies
+from tests.tiny import curve, rows, write_corpus
 
 SHAPE, CPU = (2, 9, 32), torch.device("cpu")
 

@@ -89,7 +89,8 @@ def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         path.mkdir()
     volumes = f"[{{path: {fast}, bandwidth: 3GB/s}}, {{path: {slow}, bandwidth: 1GB/s}}]"
     plan = planned_on(tmp_path, *nvme(fast, slow), f"cluster={{node: {{ranks: 2, nvme: {volumes}}}}}")
-    files, usage = 2 * offload_memory(plan, 0).files, namedtuple("usage", "total used free")
+    files = 2 * offload_memory(plan, 0).files
+    usage = namedtuple("usage", "total used free")
     # Both are on one file system here.
     monkeypatch.setattr("llmtrain.plan.resolve.offload_check._shared", lambda key, paths: [])
     for room, full in (
@@ -159,8 +160,8 @@ def test_the_watchdog_sees_optimizer_steps(tmp_path: Path) -> None:
 def test_planned_memory_is_what_a_tier_takes(
     compute: str, gradients: str, share: float, bucket: str | int, spare: float, where: str, tmp_path: Path
 ) -> None:
-    keys = (f"precision.compute={compute}", f"offload.share={share}", f"offload.bucket={bucket}", "zero.stage=1")
-    keys = (*keys, f"offload.spare={spare}", f"offload.step={where}", f"precision.gradients={gradients}")
+    sizes = (f"offload.share={share}", f"offload.bucket={bucket}", f"offload.spare={spare}", f"offload.step={where}")
+    keys = (f"precision.compute={compute}", f"precision.gradients={gradients}", "zero.stage=1", *sizes)
     for plan in (planned(tmp_path, *nvme(tmp_path), *keys), planned(tmp_path, "offload.optimizer=host", *keys)):
         expected = offload_memory(plan, 0)
         offload, buckets = plan.sharding.offload, rank_buckets(plan, 0)

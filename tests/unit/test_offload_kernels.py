@@ -12,7 +12,8 @@ from llmtrain.plan.resolve.offload_check import offload_kernels
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start import run as start
 from llmtrain_kernels import native
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 HOST = ("offload.optimizer=host",)
 FILES = ("offload.optimizer=nvme", "offload.paths=[.]")

@@ -5,13 +5,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from late_streams import LateCopies, LateStream, late_copies
 from llmtrain.offload import copies as copies_module
 from llmtrain.offload import staging as staging_module
 from llmtrain.offload.copies import Event, Passed, StreamCopies
 from llmtrain.offload.staging import BucketStep, OnDevice, Pinned, Staging, StepAhead
 from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
+
+from tests.late_streams import LateCopies, LateStream, late_copies
 
 SIZES = (1000, 1000, 1000, 500)
 

@@ -7,15 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.decisions import Decision
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import FixedOrder, MessageDrivenOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage_links import StageLinks
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.schedules import make_schedule
@@ -45,12 +47,12 @@ def actions(stage: int, seed: int, decide: Callable[[Callable[[], bool]], bool])
     links = StageLinks(
         Schedule(ranks=3, chunks=1, microbatches=COUNT, actions=()),
         stage,
-        Arrivals(seed),
+        cast(Transport, Arrivals(seed)),
         lambda *_: torch.Size(()),
         lambda *_: None,
         Activity(),
-    )  # type: ignore[arg-type]
-    return list(MessageDrivenOrder(stage_layout, COUNT, LIMIT, links, decide).actions())
+    )
+    return list(MessageDrivenOrder(stage_layout, COUNT, LIMIT, links, cast(Decision, decide)).actions())
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from llmtrain.parallel.pipeline.action_order import FixedOrder
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage, keep
 from llmtrain.parallel.pipeline.stage_links import StageLinks
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.tensor.collectives import TensorMesh
 from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
@@ -21,8 +23,9 @@ from llmtrain.plan.pipeline.stage_layout import stage_layouts_of, units_of
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.unit import unsharded_unit
-from programs import programs_of
 from torch import Tensor
+
+from tests.programs import programs_of
 
 CPU = torch.device("cpu")
 TOKENS, MICROBATCHES = 16, 5
@@ -69,11 +72,12 @@ def trained(
         unsharded_unit(spec, model.unit(spec.name), CPU, dtype, 1) for spec in units_of(config, stage_layouts, 0, 1)
     ]
     programs = programs_of(units, stage_layouts, schedule.actions[ranks - 1])
-    engine, transport = Engine(model, units, ShardingSpec(), programs, lambda calls: None), Neighbours(dtype)
+    engine, neighbours = Engine(model, units, ShardingSpec(), programs, lambda calls: None), Neighbours(dtype)
+    transport = cast(Transport, neighbours)
     links = StageLinks(
         schedule, ranks - 1, transport, lambda sequences, tokens: torch.Size((sequences, tokens, config.hidden)),
         lambda *_: None, Activity(),
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     stages, order = [Stage(model, stage_layout) for stage_layout in stage_layouts], FixedOrder(schedule, ranks - 1)
     executor = Executor(stages, schedule, order, links, engine, weight_gradients)
     random, found = torch.Generator().manual_seed(3), []
@@ -82,7 +86,7 @@ def trained(
         executor.train(rows, 1 / MICROBATCHES)
         found += [unit.gradient.clone() for unit in units]
     engine.close()
-    return found, transport.sent
+    return found, neighbours.sent
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

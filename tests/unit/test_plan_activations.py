@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kept import Setup, counted
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.activations import (
@@ -22,7 +21,9 @@ from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
 from llmtrain_kernels.native import native_available
 
-FAMILIES = {
+from tests.kept import Setup, counted
+
+FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "neox": {"rotary_fraction": 0.34},
     "llama": {"kv_heads": 2, "ffn": 46},

@@ -142,15 +142,16 @@ def test_peak_that_the_cluster_states(
 ) -> None:
     monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e12)
     monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device: name)
+    cluster = Cluster(node=Node(ranks=1), accelerator=Accelerator(peak=stated))
     recipe = Recipe(
         name="x",
         model=ModelConfig(family="gpt2", layers=2, hidden=32, heads=2, vocab=50),
         data=DataConfig(path="corpus"),
         precision=PrecisionConfig(compute="fp32"),
-        cluster=Cluster(node=Node(ranks=1), accelerator=Accelerator(peak=stated)),
+        cluster=cluster,
     )
     about = RunInfo(device=torch.device(device), model_state_bytes=0)
-    facts = Facts(world=1, device=device, cluster=recipe.cluster)
+    facts = Facts(world=1, device=device, cluster=cluster)
     assert describe(make_plan(recipe, facts), about)["datasheet_peak"] == expected
 
 

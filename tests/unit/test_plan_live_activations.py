@@ -4,11 +4,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from kept import Kept, Setup, autograd_gradients, built
 from llmtrain.cluster.layout import Axis
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.decisions import OwnDecision
@@ -20,6 +19,7 @@ from llmtrain.parallel.pipeline.action_order import ActionOrder, FixedOrder, Mes
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import StageLinks
+from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.activations import live_activations, stage_activations
 from llmtrain.plan.per_rank.rank_activations import rank_moves
@@ -30,10 +30,12 @@ from llmtrain.recipe.load import parse_recipe
 from llmtrain.sharding.gradient_sums import Received, Take
 from llmtrain_kernels.native import native_available
 
+from tests.kept import Kept, Setup, autograd_gradients, built
+
 MICROBATCHES = 5
 
 
-class Transport:
+class Answering:
     """Messages of random numbers; what is sent is gone at once."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -135,9 +137,8 @@ def counted_peak(plan: Plan, rank: int) -> int:
     setup = Setup(plan.model, dtype, degree, plan.sequence_parallel, defers)
     model = built(setup, layouts)
     shape = (3, 10 // (degree if plan.sequence_parallel else 1), 36)
-    links = StageLinks(
-        schedule, place, Transport(shape, dtype), lambda *_: torch.Size(shape), lambda *_: None, Activity()
-    )  # type: ignore[arg-type]
+    transport = cast(Transport, Answering(shape, dtype))
+    links = StageLinks(schedule, place, transport, lambda *_: torch.Size(shape), lambda *_: None, Activity())
     rows = [torch.randint(0, 61, (3, 11)) for _ in range(MICROBATCHES)]
     within: ActionOrder = (
         FixedOrder(schedule, place)

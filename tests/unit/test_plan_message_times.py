@@ -131,7 +131,7 @@ LAYER, HEAD, TOKENS, HIDDEN = 2 * 12 * 768**2 + 4 * 768 * 1024, 2 * 768 * 50257,
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float | str | None]:
     assert main(["pipeline", "show", "gpt2-124m", "cluster=auto", *KEYS, *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("full", 1)])

@@ -173,10 +173,10 @@ def engine(made: Plan, rank: int) -> Engine:
         placement = made.sharding.placements[spec.name]
         own = hops.setdefault(placement, Hops(placement, grid.coordinate(rank, *placement.axes)))
         units.append(ShardedUnit(spec, model.unit(spec.name), own, DTYPES[made.compute], 0, device))
-    packings = [
+    packing, secondary = (
         Packing(bits, quantization.block) if bits else None for bits in (quantization.weights, quantization.secondary)
-    ]
-    policy = WeightPolicy(*packings, tensor_parallel=mesh.degree > 1)
+    )
+    policy = WeightPolicy(packing, secondary, tensor_parallel=mesh.degree > 1)
     return Engine(model, units, ShardingSpec(policy), Programs(ProgramSpec.of(made, rank)), lambda calls: None)
 
 

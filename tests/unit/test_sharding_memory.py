@@ -19,7 +19,8 @@ from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.unit import ShardedUnit, ShardRanges
 from llmtrain.sharding.weights import WeightPolicy
-from programs import programs_of, whole_model
+
+from tests.programs import programs_of, whole_model
 
 # Nodes of Frontier, 8 dies each, up to the 384 of ZeRO-topo.
 NODES, DIES = (1, 8, 16, 48), 8
@@ -31,7 +32,8 @@ def held(units: Iterable[UnitSpec], degrees: Degrees, place: int) -> tuple[int, 
     placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
     cuts = [ShardRanges.of(unit.numel, placement, place) for unit in units]
     ranges = ([getattr(cut, state) for cut in cuts] for state in ("weights", "gradients", "optimizer"))
-    return tuple(sum(end - start for start, end in each) for each in ranges)  # type: ignore[return-value]
+    weights, gradients, optimizer = (sum(end - start for start, end in each) for each in ranges)
+    return weights, gradients, optimizer
 
 
 @pytest.mark.parametrize("nodes", NODES[1:])

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
@@ -37,7 +38,7 @@ REFUSED = (BadInputError, DataError, DamagedError)
 Read = Callable[[Path], object]
 
 
-def corpus(path: Path, **options: str) -> list[str]:
+def corpus(path: Path, **options: Any) -> list[str]:
     """Return all texts of an input."""
     return [text for chunk in open_corpus(str(path), CorpusOptions(**options)).chunks() for text in chunk.texts()]
 
@@ -228,7 +229,7 @@ HF_NUMBERS = ("rms_norm_eps", "rope_theta", "attention_dropout")
     "value", ["1e10", "1000000000000", "9" * 400, "-1", "NaN", "Infinity", "1e999", "true", '"x"', "[]"]
 )
 def test_a_number_of_a_hugging_face_model_that_none_has(key: str, value: str, tmp_path: Path) -> None:
-    sizes = dict.fromkeys((*HF_SIZES, "intermediate_size", "max_position_embeddings"), 8)
+    sizes: dict[str, Any] = dict.fromkeys((*HF_SIZES, "intermediate_size", "max_position_embeddings"), 8)
     sizes |= {"model_type": "llama", "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert read_hf_config(tmp_path).layers == 8

@@ -227,7 +227,7 @@ def amd(metrics: list[dict[str, Any]]) -> SimpleNamespace:
 
 def test_cards_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of all links of both cards; a link that is not there is a text."""
-    cards = [
+    cards: list[dict[str, Any]] = [
         {"xgmi_write_data_acc": [1, 2, "N/A"], "xgmi_read_data_acc": [10, 0, "N/A"]},
         {"xgmi_write_data_acc": [4], "xgmi_read_data_acc": "N/A"},
     ]

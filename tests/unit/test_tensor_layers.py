@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 RANKS, BATCH, SEQUENCE, INPUTS, OUTPUTS = 2, 3, 8, 10, 14
+Layer = ColumnParallelLinear | RowParallelLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +62,23 @@ class Products(TorchDispatchMode):
 
 
 def layer_of(
-    kind: type[nn.Module], mesh: TensorMesh, queue: WeightGradientQueue | None = None, ordered: bool = True
-) -> nn.Module:
-    layer = kind(INPUTS, OUTPUTS, True, mesh, queue or WeightGradientQueue(), ordered)  # type: ignore[call-arg]
+    kind: type[Layer], mesh: TensorMesh, queue: WeightGradientQueue | None = None, ordered: bool = True
+) -> Layer:
+    layer = kind(INPUTS, OUTPUTS, True, mesh, queue or WeightGradientQueue(), ordered)
     torch.manual_seed(0)
     for name, parameter in list(layer.named_parameters()):
         setattr(layer, name, nn.Parameter(torch.randn(parameter.shape)))
     return layer
 
 
-def inputs_of(kind: type[nn.Module], mesh: TensorMesh) -> Tensor:
+def inputs_of(kind: type[Layer], mesh: TensorMesh) -> Tensor:
     shared = mesh.degree if mesh.sharded else 1
     if kind is ColumnParallelLinear:
         return torch.randn(BATCH, SEQUENCE // shared, INPUTS, requires_grad=True)
     return torch.randn(BATCH, SEQUENCE, INPUTS // mesh.degree, requires_grad=True)
 
 
-def backward_events(kind: type[nn.Module], mesh: RecordingMesh) -> list[str]:
+def backward_events(kind: type[Layer], mesh: RecordingMesh) -> list[str]:
     y = layer_of(kind, mesh)(inputs_of(kind, mesh))
     mesh.events.clear()
     with Products(mesh.events):
@@ -109,7 +110,7 @@ def test_row_parallel_gathers_once() -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_deferred_weight_gradients(kind: type[nn.Module], sequence: bool) -> None:
+def test_deferred_weight_gradients(kind: type[Layer], sequence: bool) -> None:
     """Weight gradients are deferred, microbatch by microbatch; outside `collecting` they are computed at once."""
     mesh, queue = RecordingMesh(0, RANKS, sequence=sequence), WeightGradientQueue()
     now, later = layer_of(kind, mesh), layer_of(kind, mesh, queue)
@@ -147,7 +148,7 @@ def test_what_a_product_waits_for_comes_ahead() -> None:
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_weights_are_kept_through_hooks_alone(kind: type[nn.Module]) -> None:
+def test_weights_are_kept_through_hooks_alone(kind: type[Layer]) -> None:
     """Hooks may take a parameter's memory away after the forward pass, and put it back when autograd unpacks it."""
     mesh, x = RecordingMesh(0, RANKS), inputs_of(kind, RecordingMesh(0, RANKS))
     layer = layer_of(kind, mesh)

@@ -13,7 +13,8 @@ from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.unit import unsharded_unit
-from programs import BACKWARD, programs_of, whole_model
+
+from tests.programs import BACKWARD, programs_of, whole_model
 
 TINY = GPTConfig(
     family="gpt2",
@@ -129,7 +130,7 @@ def test_parameters_are_views_of_the_flat_buffers() -> None:
     for times, found in zip((2, 3, 1, 2, 3), sums[1:], strict=True):
         torch.testing.assert_close(found, times * sums[0])
     block.optimizer.write("master", 0, torch.zeros(block.spec.numel))
-    assert not model.blocks["0"].mlp.down.weight.any()
+    assert not model.get_parameter("blocks.0.mlp.down.weight").any()
 
 
 def test_parameter_without_gradient_is_an_error() -> None:

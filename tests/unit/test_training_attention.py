@@ -25,7 +25,8 @@ from llmtrain.training.build import build
 from llmtrain.training.run_folder import write_record
 from llmtrain_kernels.attention import op
 from llmtrain_kernels.attention.choice import KERNELS, Kernel, is_installed, lack
-from tiny import write_corpus
+
+from tests.tiny import write_corpus
 
 GPU = Facts(world=1, device="cuda")
 CPU = torch.device("cpu")

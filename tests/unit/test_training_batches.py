@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_process import train_here
 from llmtrain.checkpoint import save
 from llmtrain.comm import device
 from llmtrain.comm.device import DeviceCopies
@@ -19,7 +18,9 @@ from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_data.dataset import Samples
 from llmtrain_data.errors import DataError
-from tiny import curve, write_corpus
+
+from tests.in_process import train_here
+from tests.tiny import curve, write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}

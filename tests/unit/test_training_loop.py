@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from in_process import train_here
 from llmtrain.checkpoint import save
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch import run_lock as lock
@@ -21,7 +20,9 @@ from llmtrain.training.run import Run
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
 from llmtrain_kernels.operators import constant
-from tiny import rows, write_run
+
+from tests.in_process import train_here
+from tests.tiny import rows, write_run
 
 RECIPE = """
 model: {{family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64}}
@@ -354,7 +355,8 @@ def test_an_old_checkpoint_that_stays_is_no_failure(
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
 def test_the_library_of_products_keeps_the_curve(train: Train, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    product, made = matmul._onednn, []
+    product = matmul._onednn
+    made: list[None] = []
     monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(matmul, "_onednn", lambda *tensors: (made.append(None), product(*tensors))[1])
     curves = {}

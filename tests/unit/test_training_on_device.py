@@ -5,14 +5,15 @@ from math import nan
 from pathlib import Path
 
 import pytest
-from in_process import train_here
 from llmtrain.sharding.engine import Engine
 from llmtrain.training import loop
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
-from tiny import rows, write_corpus
 from torch import Tensor
+
+from tests.in_process import train_here
+from tests.tiny import rows, write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 2, hidden: 32, heads: 4, vocab: 64}}

@@ -17,7 +17,8 @@ from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start.run import open_choices
 from llmtrain.training import rank
-from tiny import curve, write_corpus
+
+from tests.tiny import curve, write_corpus
 
 CPU, GPU = (cast(Plan, SimpleNamespace(device=device)) for device in ("cpu", "cuda"))
 BOUND = Bound(1, 4)
@@ -163,7 +164,7 @@ def _any_kernels() -> Iterator[None]:
     """Let later tests take all kernels again."""
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 

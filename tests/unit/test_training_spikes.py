@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import train_here
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.optim.config import SpikeConfig
 from llmtrain.optim.spike import is_spike, remember
 from llmtrain.training import loop as loop
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
-from tiny import rows, write_corpus
+
+from tests.in_process import train_here
+from tests.tiny import rows, write_corpus
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 32, heads: 4, vocab: 64}}

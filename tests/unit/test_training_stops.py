@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import train_here
 from llmtrain.comm import activity
 from llmtrain.comm.activity import Activity
 from llmtrain.errors import PreemptedError
 from llmtrain.launch.stop import StopRequest
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.training import evaluate, loop
-from tiny import rows, write_run
+
+from tests.in_process import train_here
+from tests.tiny import rows, write_run
 
 RECIPE = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2, vocab: 64}}

@@ -7,6 +7,7 @@ because they exchange the least (Holmes, section 3.2, equations 1, 3 and 4).
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Final
 
 from llmtrain_data.bounds import MAX_RANKS
 
@@ -17,7 +18,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.yaml.shown import shown
 
 # The axes from the slowest-varying to the fastest-varying.
-HOLMES = "pipeline-data-tensor"
+HOLMES: Final = "pipeline-data-tensor"
 
 
 def layout_degrees(parallel: ParallelConfig, world: int) -> dict[Axis, int]:
