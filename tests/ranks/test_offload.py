@@ -42,7 +42,8 @@ OFFLOADS = {
     "all nvme": ALL_IN_FILES,
     "nvme 0.3": ("offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=3072", "offload.share=0.3"),
     "host ahead": (*HOST, "offload.spare=1"),
-    "host 0.3, a quarter ahead": (*HOST, "offload.share=0.3", "offload.spare=0.25"),
+    # So large a share, and so small buckets, that a quarter of what leaves is at least a bucket with every layout.
+    "host 0.7, a quarter ahead": (HOST[0], "offload.bucket=1024", "offload.share=0.7", "offload.spare=0.25"),
     "host, on the device": (*HOST, ON_DEVICE, "offload.overlap=1"),
     "host, on the device, a quarter ahead": (*HOST, ON_DEVICE, "offload.spare=0.25"),
     "host 0.3, on the device, ahead": (*HOST, ON_DEVICE, "offload.share=0.3", "offload.spare=1"),

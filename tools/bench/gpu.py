@@ -75,6 +75,16 @@ PARTS = (
         seconds=200,
         steps=5,
     ),
+    # Those of the first layers stay: nothing hides their steps.
+    Part(
+        name="3B, four fifths of the states on the host",
+        preset="llama3.2-3b",
+        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD, "offload.share=0.8"),
+        sequence=2048,
+        batch=32,
+        seconds=200,
+        steps=5,
+    ),
     # With several microbatches, all of which pass a layer before the next one, most gradients are complete early.
     Part(
         name="3B, states on the host, breadth-first",

@@ -64,7 +64,7 @@ class Stepped:
     def __init__(self, paths: Sequence[str], numel: int) -> None:
         unit = UnitSpec("unit", (TensorSpec(name="unit.weight", parameter="weight", shape=(numel,), decay=True),))
         offload = Offload(tier="nvme", share=1.0, paths=tuple(paths))
-        buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(numel)]
+        buckets = [Bucket("unit", *ends, STATES) for ends in offload.buckets(0, numel)]
         self._buckets, self._tier = buckets, FileStates(buckets, paths)
         self._overlap = offload.overlap
         self._stepper = Stepper(self._tier, [InPlace(torch.get_num_threads())], offload.overlap)

@@ -53,9 +53,11 @@ class OffloadedStates:
         self._spare = {number: part for number, (part, bucket) in enumerate(parts) if bucket.spare}
 
     def take(self, unit: ShardedUnit, shards: Mapping[str, Tensor]) -> None:
-        """Move a part of a new unit's optimizer states there. shards: weight shards in the host's memory, by unit."""
+        """Move a part of a new unit's optimizer states there, or none. shards: weight shards in the host's memory, by
+        unit."""
         own = [number for number, bucket in enumerate(self._buckets) if bucket.unit == unit.spec.name]
         if not own:
+            self._keep(unit)
             return
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
         unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
@@ -71,6 +73,12 @@ class OffloadedStates:
             resident = OptimizerShard(rules[0], (start, first_offloaded), masters[: first_offloaded - start].clone())
             unit.optimizer = OffloadedShard(resident, offloaded, rules[1], {})
             unit.optimizer.write("master", first_offloaded, masters[first_offloaded - start :])
+
+    def _keep(self, unit: ShardedUnit) -> None:
+        """Let checkpoints read the states of a unit that stays as late as those of the others."""
+        (start, end), rule = unit.optimizer.held, unit.step_rule(unit.optimizer.held[1], unit.hops.placement.backend)
+        masters = unit.owned_weight if unit.masters_are_weights else unit.optimizer.read("master", start, end)
+        unit.optimizer = OptimizerShard(rule, (start, end), masters, read_late=True)
 
     def close(self) -> None:
         """End the threads, and free the memory or the files."""

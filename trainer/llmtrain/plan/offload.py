@@ -1,7 +1,7 @@
 """Where optimizer states rest outside of the memory that computes, and in which buckets they move. No torch in here."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import lcm
 from typing import Literal
@@ -29,18 +29,19 @@ WRITE_BEHIND = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where a part of each unit's optimizer states rests, and where its weights do.
+    """Where a part of the optimizer states rests, and where weights do.
 
-    tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part, 0 for none.
-    parameters, gradients: where all weights, and all sums of gradients, rest. paths: folders of files, one for each
-    volume. weights: relative bandwidths of the volumes. bucket: most elements that move at the same time. on_device:
-    whether the part comes to the device to be stepped. backend: the kernel that steps it. overlap: buckets that are on
-    their way while one is stepped. spare: share of the part that may be stepped before the gradients' norm is known, in
-    memory of its own.
+    tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part on each rank, 0
+    for none. shares: the same of units by name, where they differ. parameters, gradients: where all weights, and all
+    sums of gradients, rest. paths: folders of files, one for each volume. weights: relative bandwidths of the volumes.
+    bucket: most elements that move at the same time. on_device: whether the part comes to the device to be stepped.
+    backend: the kernel that steps it. overlap: buckets that are on their way while one is stepped. spare: share of the
+    part that may be stepped before the gradients' norm is known, in memory of its own.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
     share: float = 0.0
+    shares: Mapping[str, float] = field(default_factory=dict)
     parameters: Memory = "device"
     gradients: Memory = "device"
     paths: tuple[str, ...] = ()
@@ -85,15 +86,16 @@ class Offload:
         are offloaded: it steps buckets, or the parts of them that a bucket of gradients covers, in order."""
         return 1 if self.tier == "nvme" or self.gradients != "device" else self.overlap + 1
 
-    def resident(self, stepped: int) -> int:
+    def resident(self, unit: str, stepped: int) -> int:
         """Return how many of the elements of a unit that a rank steps stay, from the first one. stepped: their number,
         with padding."""
-        return int(stepped * (1 - self.share)) // GRANULE * GRANULE if self.share else stepped
+        share = self.shares.get(unit, self.share)
+        return int(stepped * (1 - share)) // GRANULE * GRANULE if share else stepped
 
-    def buckets(self, stepped: int) -> list[tuple[int, int]]:
-        """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps."""
-        bounds = [*range(self.resident(stepped), stepped, self.bucket), stepped]
-        return list(pairwise(bounds)) if self.share else []
+    def buckets(self, resident: int, stepped: int) -> list[tuple[int, int]]:
+        """Return the ranges of the other elements, as `[start, end)` from the first element that the rank steps.
+        resident: how many stay."""
+        return list(pairwise([*range(resident, stepped, self.bucket), stepped]))
 
 
 def _memory(tier: str) -> Memory:

@@ -109,12 +109,10 @@ class OptimizerShard:
     another class can offload them.
     """
 
-    read_late = False
-
-    def __init__(self, rule: StepRule, held: Range, masters: Tensor) -> None:
+    def __init__(self, rule: StepRule, held: Range, masters: Tensor, read_late: bool = False) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
-        their own, as the rule has it."""
-        self.held, self._rule = held, rule
+        their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written."""
+        self.held, self._rule, self._late = held, rule, read_late
         self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
@@ -140,6 +138,11 @@ class OptimizerShard:
     def use_masters(self, masters: Tensor) -> None:
         """Use `masters`, fp32 `[end - start]`, which already holds their values, as the masters."""
         self._states["master"] = masters
+
+    @property
+    def read_late(self) -> bool:
+        """Whether a checkpoint reads the states while it is written, and copies none before."""
+        return self._late
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,7 @@ def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
             yield held[issue.unit](issue)
     for name in held:
         # What the device steps of states that stay; `bucket_moves` has the others.
-        yield 0, 4 * plan.sharding.offload.resident(padded[name] // shards[name].degrees.optimizer)
+        yield 0, 4 * plan.sharding.offload.resident(name, padded[name] // shards[name].degrees.optimizer)
 
 
 def _reduced(plan: Plan, placement: Placement, padded: int) -> Callable[[Reduce], Copied]:

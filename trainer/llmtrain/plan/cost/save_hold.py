@@ -106,6 +106,6 @@ def _states(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
         start, end = (min(one, own) for one in shard_range(placement.levels, place, degrees.optimizer, padded))
         copies, copy = degrees.ranks // degrees.optimizer, place // degrees.optimizer
         first, last = even_share(end - start, copies, copy)
-        leaves = max(first, min(last, offload.resident(padded // degrees.optimizer)))
+        leaves = max(first, min(last, offload.resident(unit.name, padded // degrees.optimizer)))
         states = 3 if placement.masters == "separate" else 2
         yield 12 * (last - first), 4 * states * (last - leaves) if offload.tier == "nvme" else 0

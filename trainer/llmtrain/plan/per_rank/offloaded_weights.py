@@ -1,8 +1,8 @@
 """Offloaded weight shards of a rank. No torch in here."""
 
-from llmtrain.plan.offload import Offload
+from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.per_rank.rank_units import rank_units
-from llmtrain.plan.placement import PAGE, Placement
+from llmtrain.plan.placement import PAGE
 from llmtrain.plan.plan import Plan
 
 
@@ -21,8 +21,9 @@ def offloaded_shards(plan: Plan, rank: int) -> dict[str, int]:
     }
 
 
-def stored_elements(placement: Placement, offload: Offload, numel: int) -> int:
-    """Return how many elements of a rank's weight shard lie on the device after a step, from the first one, and are
-    then stored where the shard rests. numel: of the unit."""
-    shard = placement.padded(numel) // placement.degrees.weights
-    return offload.resident(shard) if placement.writes_at_rest else shard
+def stored_elements(plan: Plan, unit: UnitSpec) -> int:
+    """Return how many elements of a rank's weight shard of a unit lie on the device after a step, from the first one,
+    and are then stored where the shard rests."""
+    placement = plan.sharding.placements[unit.name]
+    shard = placement.padded(unit.numel) // placement.degrees.weights
+    return plan.sharding.offload.resident(unit.name, shard) if placement.writes_at_rest else shard

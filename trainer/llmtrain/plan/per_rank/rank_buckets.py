@@ -16,7 +16,8 @@ def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
         placement = plan.sharding.placements[spec.name]
         stepped = placement.padded(spec.numel) // placement.degrees.optimizer
         states = 3 if placement.masters == "separate" else 2
-        found += [Bucket(spec.name, start, end, states) for start, end in offload.buckets(stepped)]
+        resident = offload.resident(spec.name, stepped)
+        found += [Bucket(spec.name, start, end, states) for start, end in offload.buckets(resident, stepped)]
     return with_spare(plan, rank, found)
 
 
@@ -27,10 +28,13 @@ def steps_ahead(plan: Plan) -> bool:
 
 def bucket_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
     """Return how many buckets of a rank of the run have a size: each stands for all like it, whatever its unit."""
-    offload, found = plan.sharding.offload, Counter[Bucket]()
-    units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in rank_units(plan, rank))
-    for (placement, numel), count in units.items():
+    offload, found, units = plan.sharding.offload, Counter[Bucket](), Counter[tuple[int, int, int]]()
+    for spec in rank_units(plan, rank):
+        placement = plan.sharding.placements[spec.name]
+        stepped = placement.padded(spec.numel) // placement.degrees.optimizer
         states = 3 if placement.masters == "separate" else 2
-        for start, end in offload.buckets(placement.padded(numel) // placement.degrees.optimizer):
+        units[offload.resident(spec.name, stepped), stepped, states] += 1
+    for (resident, stepped, states), count in units.items():
+        for start, end in offload.buckets(resident, stepped):
             found[Bucket("", 0, end - start, states)] += count
     return found

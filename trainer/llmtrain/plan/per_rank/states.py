@@ -9,7 +9,6 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.model.tensors import UnitSpec
-from llmtrain.plan.offload import Offload
 from llmtrain.plan.per_rank.roles import Role, roles
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan, Quantization, Sharding
@@ -66,20 +65,21 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
     total = StateBytes()
     for unit in units:
         placement, quantization = sharding.placements[unit.name], sharding.quantization
-        total += unit_states(unit.numel, placement, quantization, compute_bytes, sharding.offload)
+        stays = sharding.offload.resident(unit.name, placement.padded(unit.numel) // placement.degrees.optimizer)
+        total += unit_states(unit.numel, placement, quantization, compute_bytes, stays)
         if tensor > 1 and _keeps_replicated(unit, placement, quantization):
             total += StateBytes(replicated=(unit.numel - unit.replicated) * compute_bytes)
     return total
 
 
 def unit_states(
-    numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, offload: Offload | None = None
+    numel: int, placement: Placement, quantization: Quantization, compute_bytes: int, stays: int | None = None
 ) -> StateBytes:
-    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded."""
+    """Return the model states of one rank for a unit of `numel` elements, without those that are offloaded. stays:
+    number of elements whose optimizer states are not; None for all."""
     padded, degrees = placement.padded(numel), placement.degrees
     summed = 0 if placement.moves_gradients else padded // degrees.gradients
-    stepped = padded // degrees.optimizer
-    stepped = stepped if offload is None else offload.resident(stepped)
+    stepped = padded // degrees.optimizer if stays is None else stays
     secondary = 0
     if degrees.secondary:
         copied = padded // degrees.secondary

@@ -70,7 +70,7 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
                 first=first,
                 buckets=[Bucket(spec.name, start, end, 1) for start, end, _ in split],
                 owned=[own for _, _, own in split],
-                resident=plan.sharding.offload.resident(padded // placement.degrees.optimizer),
+                resident=plan.sharding.offload.resident(spec.name, padded // placement.degrees.optimizer),
                 hops_after_sum=placement.hops_after_sum,
             )
             first += len(split)

@@ -63,11 +63,7 @@ class ProgramSpec:
             rounded=plan.sharding.quantization.secondary > 0,
             resident=plan.sharding.resident // plan.compute_bytes,
             offloaded_weights=frozenset(name for name, placement in placements.items() if placement.moves_weights),
-            stored={
-                spec.name: stored_elements(placements[spec.name], plan.sharding.offload, spec.numel)
-                for spec in specs
-                if placements[spec.name].moves_weights
-            },
+            stored={spec.name: stored_elements(plan, spec) for spec in specs if placements[spec.name].moves_weights},
             offloaded_gradients=frozenset(name for name, placement in placements.items() if placement.moves_gradients),
             granule=_granule(placements.values(), plan.compute_bytes),
             partial=partial_elements(plan, rank, specs),

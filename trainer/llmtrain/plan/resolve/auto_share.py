@@ -7,8 +7,10 @@ from dataclasses import replace
 from llmtrain.cluster.memory import stated_host_memory
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
+from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.resolve.unit_shares import with_share
 
 # Shares are multiples of one over this number.
 STEPS = 64
@@ -20,14 +22,13 @@ def least_share(plan: Plan) -> float:
     """Return the least share with which a plan fits the stated memory; 1 where none is stated, or where it does not fit
     at all. plan: all optimizer states leave."""
     # What is gathered, and when, does not depend on where optimizer states rest.
-    programs = programs_of(plan)
+    programs, held = programs_of(plan), roles(plan)
     budget = memory_budget(plan, programs)
     if budget.limit is None or budget.excess:
         return 1.0
 
     def fits(step: int) -> bool:
-        offload = replace(plan.sharding.offload, share=step / STEPS)
-        other = replace(plan, sharding=replace(plan.sharding, offload=offload))
+        other = replace(plan, sharding=with_share(plan.sharding, held, step / STEPS))
         return not memory_budget(other, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS

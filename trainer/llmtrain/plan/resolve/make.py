@@ -36,6 +36,7 @@ from llmtrain.plan.resolve.auto_share import least_share, most_spare
 from llmtrain.plan.resolve.kernels import kernels_of
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.plan.resolve.tensor_check import tensor_problems
+from llmtrain.plan.resolve.unit_shares import with_share
 from llmtrain.recipe.pipeline import ScheduleName
 from llmtrain.recipe.schema import EveryK, Recipe, TrainConfig
 
@@ -86,7 +87,8 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, gradients, backend)
         placement = offloaded_placement(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
-        return _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
+        made = _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
+        return with_share(made, held, offload.share) if offload.share else made
 
     zero = zero_settings(
         recipe,
