@@ -110,6 +110,20 @@ def test_one_byte_of_the_host(strategy: tuple[str, ...], capsys: pytest.CaptureF
     assert (code, found["host_excess"], error) == (0, 0, "")
 
 
+def test_the_ranks_of_a_node_need_not_take_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """A node has 4 ranks of each of two stages, of which one has the embedding or the head besides."""
+    keys = as_keys(("offload.optimizer=host", "offload.spare=0", "parallel.pipeline=4"))
+    _, found, _ = planned(capsys, keys, "1TB")
+    held = [sum(row["host"].values()) for row in found["roles"]]
+    assert [row["ranks"] for row in found["roles"]] == [4, 4, 4, 4]
+    needed = max(4 * (held[0] + held[1]), 4 * (held[2] + held[3]))
+    assert needed < 8 * max(held)
+    code, found, error = planned(capsys, keys, "1TB", f"{needed}B")
+    assert (code, found["host_excess"], error) == (0, 0, "")
+    code, found, error = planned(capsys, keys, "1TB", f"{needed - 1}B")
+    assert (code, found["host_excess"]) == (2, 1)
+
+
 def test_copies_for_checkpoints_are_the_first_to_go(capsys: pytest.CaptureFixture[str]) -> None:
     _, found, _ = planned(capsys, {}, "1TB")
     needed = 8 * max(sum(row["host"].values()) for row in found["roles"])

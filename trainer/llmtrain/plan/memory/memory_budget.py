@@ -3,7 +3,8 @@
 `_MODEL_STATES` lists the model states that a rank holds, in the order of the report.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
@@ -42,12 +43,14 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a run. rows: one for each role, in the order of the pipeline. limit: bytes of a rank's device.
-    host_limit: a rank's share of its host's memory. Both are None if the cluster file states none."""
+    """The memory of a run. rows: one for each role, in the order of the pipeline. host: bytes of the host's memory that
+    a rank takes, the mean of the node whose ranks take most. limit: bytes of a rank's device. host_limit: a rank's
+    share of its host's memory. Both are None if the cluster file states none."""
 
     rows: tuple[RoleMemory, ...]
+    host: int
     limit: int | None
-    host_limit: int | None = None
+    host_limit: int | None
 
     @property
     def fullest(self) -> RoleMemory:
@@ -55,18 +58,13 @@ class Budget:
         return max(self.rows, key=lambda row: row.total)
 
     @property
-    def host(self) -> int:
-        """Bytes of the host's memory of the rank that takes most of it."""
-        return max(sum(row.host.values()) for row in self.rows)
-
-    @property
     def host_excess(self) -> int:
-        """Bytes that this rank lacks; 0 if it fits, or if no limit is stated."""
+        """Bytes that this mean exceeds a rank's share by; 0 if it does not, or if no limit is stated."""
         return 0 if self.host_limit is None else max(0, self.host - self.host_limit)
 
     @property
     def exceeds(self) -> bool:
-        """Whether a rank lacks memory of its device or of its host."""
+        """Whether a rank lacks memory of its device, or a node's ranks lack memory of their host."""
         return bool(self.excess or self.host_excess)
 
     @property
@@ -90,9 +88,23 @@ def sure_bytes(plan: Plan, role: Role) -> int:
 def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
     """Return the memory of a plan's ranks. programs: of the ranks, if they are known."""
     made = programs or programs_of(plan)
-    rows = (role_memory(plan, role, made(role.rank)) for role in roles(plan))
+    rows = tuple(role_memory(plan, role, made(role.rank)) for role in roles(plan))
     stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
-    return Budget(tuple(rows), stated.size if stated else None, host.size if host else None)
+    return Budget(rows, _mean_on_host(plan, rows), stated.size if stated else None, host.size if host else None)
+
+
+def _mean_on_host(plan: Plan, rows: Sequence[RoleMemory]) -> int:
+    """Return the mean of the bytes of the host's memory that a node's ranks take, of the node where it is largest.
+    Ranks at one place of the pipeline count as the fullest of them."""
+    held = dict[int, int]()
+    for row in rows:
+        held[row.role.pipeline] = max(held.get(row.role.pipeline, 0), sum(row.host.values()))
+    if plan.cluster is None or len(set(held.values())) == 1:
+        return max(held.values())
+    ranks, sums = min(plan.cluster.node.ranks, plan.grid.world), Counter[int]()
+    for rank in range(plan.grid.world):
+        sums[rank // ranks] += held[plan.grid.coordinate(rank, Axis.PIPELINE)]
+    return -(-max(sums.values()) // ranks)
 
 
 def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:

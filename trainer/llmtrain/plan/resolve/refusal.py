@@ -63,8 +63,8 @@ def _device_excess(budget: Budget, stated: StatedMemory) -> str:
 
 def _host_excess(budget: Budget, stated: StatedMemory) -> str:
     return (
-        f"a rank needs {units.size(budget.host)} of its host's memory, {units.size(budget.host_excess)} more than its "
-        f"share of cluster.node.host.memory ({stated.text})"
+        f"a rank needs {units.size(budget.host)} of its host's memory (mean of a node's ranks), "
+        f"{units.size(budget.host_excess)} more than its share of cluster.node.host.memory ({stated.text})"
     )
 
 

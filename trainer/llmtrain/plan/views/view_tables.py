@@ -120,6 +120,8 @@ def _offloaded(budget: Budget) -> Iterator[tuple[str, str, str]]:
         # Nobody asks for the process alone where no limit is stated.
         if count and (whole or name != "process"):
             yield f"{LABELS[name]}, in the host's memory", units.size(count), f"{count / whole:.1%}" if whole else ""
+    if whole and budget.host != sum(row.host.values()):
+        yield "mean of a node's ranks", units.size(budget.host), f"{budget.host / whole:.1%}"
     if whole and any(row.host.values()):
         yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
     if row.files:
