@@ -268,6 +268,18 @@ def test_the_ranks_of_a_run_share_a_node(tmp_path: Path) -> None:
     assert "its share of cluster.node.host.memory (1000000000B for 1 rank)" in (problem(10**9) or "")
 
 
+def test_ranks_on_cpus_take_the_memory_of_their_host(tmp_path: Path) -> None:
+    planned(tmp_path)
+
+    def view(memory: int) -> PlanView:
+        cluster = f"cluster={{node: {{ranks: 2, host: {{memory: {memory}B}}}}}}"
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, "train.microbatch=1"], 2)
+
+    (row,) = view(10**12).budget.rows
+    assert view(2 * row.total).problem is None
+    assert "1 B more than its share of cluster.node.host.memory" in (view(2 * row.total - 1).problem or "")
+
+
 def test_what_is_stepped_ahead_fills_the_host(tmp_path: Path) -> None:
     """`offload.spare: auto` is the largest number of eighths that fits; none where a CPU computes."""
     (tmp_path / "r.yaml").write_text(RECIPE)

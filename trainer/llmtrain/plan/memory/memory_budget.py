@@ -43,9 +43,12 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a run. rows: one for each role, in the order of the pipeline. host: bytes of the host's memory that
-    a rank takes, the mean of the node whose ranks take most. limit: bytes of a rank's device. host_limit: a rank's
-    share of its host's memory. Both are None if the cluster file states none."""
+    """The memory of a run.
+
+    rows: one for each role, in the order of the pipeline. host: bytes of the host's memory that a rank takes, on a CPU
+    all of its bytes: the mean of the node whose ranks take most. limit: bytes of a rank's device. host_limit: a rank's
+    share of its host's memory. Both are None if the cluster file states none.
+    """
 
     rows: tuple[RoleMemory, ...]
     host: int
@@ -98,7 +101,9 @@ def _mean_on_host(plan: Plan, rows: Sequence[RoleMemory]) -> int:
     Ranks at one place of the pipeline count as the fullest of them."""
     held = dict[int, int]()
     for row in rows:
-        held[row.role.pipeline] = max(held.get(row.role.pipeline, 0), sum(row.host.values()))
+        # A CPU's memory is its host's.
+        taken = row.total if plan.device == "cpu" else sum(row.host.values())
+        held[row.role.pipeline] = max(held.get(row.role.pipeline, 0), taken)
     if plan.cluster is None or len(set(held.values())) == 1:
         return max(held.values())
     ranks, sums = min(plan.cluster.node.ranks, plan.grid.world), Counter[int]()

@@ -122,7 +122,7 @@ def _offloaded(budget: Budget) -> Iterator[tuple[str, str, str]]:
             yield f"{LABELS[name]}, in the host's memory", units.size(count), f"{count / whole:.1%}" if whole else ""
     if whole and budget.host != sum(row.host.values()):
         yield "mean of a node's ranks", units.size(budget.host), f"{budget.host / whole:.1%}"
-    if whole and any(row.host.values()):
+    if whole:
         yield "a rank's share of node.host.memory", units.size(whole), "100.0%"
     if row.files:
         yield "offloaded, in files", units.size(row.files), ""
