@@ -149,7 +149,7 @@ def test_large_in_every_way(family: str, compute: str, tensor: str, recompute: s
     degree, sequence = TENSOR[tensor]
     recipe = recipe_of(family, hidden=396, ffn=1100, vocab=5003, dropout=0.1 if recompute == "none" else 0.0)
     recipe["data"]["sequence_length"] = 300 + (tensor == "alone")
-    recipe["train"] = {"global_batch": 23, "microbatch": 23}
+    recipe["train"] = {"global_batch": 27, "microbatch": 27}
     parallel, kept = {"tensor": degree, "sequence": sequence}, RECOMPUTE[recompute]
     check_large(recipe, degree, precision={"compute": compute}, parallel=parallel, activation_checkpointing=kept)
 
