@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from math import prod
 
 
@@ -36,7 +37,7 @@ class Layout:
         """Place of `rank` along the product of `axes`; the layout's last one of them varies fastest."""
         place = 0
         for axis in self._ordered(axes):
-            place = place * self.degrees[axis] + rank // self._stride(axis) % self.degrees[axis]
+            place = place * self.degrees[axis] + rank // self._strides[axis] % self.degrees[axis]
         return place
 
     def groups(self, *axes: Axis) -> list[list[int]]:
@@ -56,16 +57,18 @@ class Layout:
         """Return the ranks whose place along all axes but `axes` is 0, in order."""
         found = [0]
         for axis in self._ordered(axes):
-            found = [first + place * self._stride(axis) for first in found for place in range(self.degrees[axis])]
+            found = [first + place * self._strides[axis] for first in found for place in range(self.degrees[axis])]
         return found
 
     def _ordered(self, axes: Iterable[Axis]) -> list[Axis]:
         """Return `axes` in the order of the layout, without those that it leaves out."""
         return [axis for axis in self.degrees if axis in axes]
 
-    def _stride(self, axis: Axis) -> int:
+    @cached_property
+    def _strides(self) -> dict[Axis, int]:
+        """Ranks between neighbours along each axis. Cached, because plans ask for the place of many ranks."""
         axes = list(self.degrees)
-        return prod(self.degrees[faster] for faster in axes[axes.index(axis) + 1 :])
+        return {axis: prod(self.degrees[faster] for faster in axes[place + 1 :]) for place, axis in enumerate(axes)}
 
 
 def even_share(numel: int, parts: int, index: int) -> tuple[int, int]:

@@ -124,6 +124,13 @@ def _model_units(config: GPTConfig) -> tuple[UnitSpec, ...]:
     return (_unit("embedding", _embedding(config)), *blocks, _unit("head", _head(config)))
 
 
+@lru_cache(maxsize=64)
+def sliced_units(config: GPTConfig, place: int, parts: int) -> tuple[UnitSpec, ...]:
+    """Return the parts of the model's units that the tensor-parallel rank at `place` of `parts` holds. Cached, because
+    plans ask for them for many ranks."""
+    return tuple(unit.slice(place, parts) for unit in _model_units(config))
+
+
 def parameter_count(config: GPTConfig) -> int:
     """Return the number of trained parameters; tied ones count once."""
     return sum(unit.numel for unit in model_units(config))

@@ -107,8 +107,9 @@ def _mean_on_host(plan: Plan, rows: Sequence[RoleMemory]) -> int:
     if plan.cluster is None or len(set(held.values())) == 1:
         return max(held.values())
     ranks, sums = min(plan.cluster.node.ranks, plan.grid.world), Counter[int]()
-    for rank in range(plan.grid.world):
-        sums[rank // ranks] += held[plan.grid.coordinate(rank, Axis.PIPELINE)]
+    for place, first in enumerate(plan.grid.group_of(0, Axis.PIPELINE)):
+        for other in plan.grid.group_of(0, Axis.DATA, Axis.TENSOR):
+            sums[(first + other) // ranks] += held[place]
     return -(-max(sums.values()) // ranks)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from llmtrain.cluster.layout import Axis, Layout, even_share
 from llmtrain.model.config import GPTConfig
-from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.model.tensors import UnitSpec, model_units, sliced_units
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
 
@@ -56,7 +56,7 @@ def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayo
 
 
 @lru_cache(maxsize=8)
-def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, list[UnitSpec]]]:
+def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, tuple[UnitSpec, ...]]]:
     """Return the slices that tensor-parallel ranks hold: (first place, number of places, units) for each size. Cached,
     because all changes that may make a run fit ask for them."""
     units = model_units(model)
@@ -65,4 +65,4 @@ def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, list[UnitSpec]
     for place in range(parts):
         shares = (even_share(count, parts, place) for count in rows)
         places.setdefault(tuple(end - start for start, end in shares), []).append(place)
-    return [(same[0], len(same), [unit.slice(same[0], parts) for unit in units]) for same in places.values()]
+    return [(same[0], len(same), sliced_units(model, same[0], parts)) for same in places.values()]

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from llmtrain.model.config import GPTConfig
-from llmtrain.model.tensors import UnitSpec, model_units
+from llmtrain.model.tensors import UnitSpec, sliced_units
 from llmtrain.plan.pipeline.actions import Schedule
 
 
@@ -64,4 +64,4 @@ def units_of(config: GPTConfig, stage_layouts: Sequence[StageLayout], place: int
     """Return the units of a rank's stages, in the order of the model, with the shapes that tensor-parallel rank `place`
     of `parts` holds."""
     names = {name for stage_layout in stage_layouts for name in stage_layout.units}
-    return [unit.slice(place, parts) for unit in model_units(config) if unit.name in names]
+    return [unit for unit in sliced_units(config, place, parts) if unit.name in names]

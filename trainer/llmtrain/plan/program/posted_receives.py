@@ -45,9 +45,9 @@ def posted_bytes(plan: Plan, rank: int) -> int:
     spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank)
     if posting is None:
         return 0
-    most = 0
+    most, place = 0, plan.grid.coordinate(rank, Axis.PIPELINE)
     for actions in (spec.actions, *_evaluated(plan, spec)):
-        sources = [source for action in actions if (source := _source(plan, spec, action, rank)) is not None]
+        sources = [source for action in actions if (source := _source(plan, spec, action, place)) is not None]
         most = max(most, _most_posted(sources, posting))
     return most * boundary_bytes(plan)
 
@@ -95,12 +95,11 @@ def _evaluated(plan: Plan, spec: ProgramSpec) -> Iterator[Sequence[Action]]:
         yield evaluation_actions(len(spec.stages), [min(rows, plan.pipeline.schedule.evaluated_together)])
 
 
-def _source(plan: Plan, spec: ProgramSpec, action: Action, rank: int) -> tuple[int, int] | None:
+def _source(plan: Plan, spec: ProgramSpec, action: Action, place: int) -> tuple[int, int] | None:
     """Return the stages that the message of an action comes from and goes to; None without a message of another
-    rank."""
+    rank. place: the rank's place along the pipeline axis."""
     schedule, stage = plan.pipeline.schedule, spec.stages[action.chunk].stage
     source = stage - 1 if action.kind is Kind.F else stage + 1
     if action.kind is Kind.W or not 0 <= source < schedule.stages:
         return None
-    here = schedule.place(source)[0] == plan.grid.coordinate(rank, Axis.PIPELINE)
-    return None if here else (source, stage)
+    return None if schedule.place(source)[0] == place else (source, stage)
