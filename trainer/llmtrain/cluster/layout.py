@@ -14,6 +14,9 @@ class Axis(Enum):
     DATA = "data"
     TENSOR = "tensor"
 
+    # Members are unique. Enum's own hash, of the name, is slow, and plans ask for the places of many ranks.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -66,7 +69,7 @@ class Layout:
 
     @cached_property
     def _strides(self) -> dict[Axis, int]:
-        """Ranks between neighbours along each axis. Cached, because plans ask for the place of many ranks."""
+        """Ranks between neighbours along each axis. Cached for the same reason."""
         axes = list(self.degrees)
         return {axis: prod(self.degrees[faster] for faster in axes[place + 1 :]) for place, axis in enumerate(axes)}
 

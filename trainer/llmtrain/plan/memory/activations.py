@@ -4,6 +4,10 @@
 a transport holds while it sends or receives does not count.
 """
 
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from operator import add
+
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes, rank_counts
 from llmtrain.plan.per_rank.saved_tensors import (
@@ -15,7 +19,7 @@ from llmtrain.plan.per_rank.saved_tensors import (
     head_tensors,
     total,
 )
-from llmtrain.plan.pipeline.actions import Kind
+from llmtrain.plan.pipeline.actions import Action, Kind, computations
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.plan import Plan
 
@@ -89,14 +93,19 @@ def live_activations(plan: Plan, rank: int) -> int:
         for chunk in range(len(layouts))
         for kind in Kind
     }
-    left, boundary = rank_counts(plan, rank).passes, boundary_bytes(plan)
-    live = peak = 0
-    for action in schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]:
-        # What has left is not added by the forward pass, and not freed by the backward pass.
-        kind, offloaded = action.kind, boundary * left.get((action.microbatch, action.chunk), 0)
-        live += changes[action.chunk, kind] + offloaded * ((kind is Kind.B) - (kind is Kind.F))
-        peak = max(peak, live)
-    return peak
+    actions = schedule.actions[plan.grid.coordinate(rank, Axis.PIPELINE)]
+    added = map(changes.__getitem__, computations(actions))
+    if left := rank_counts(plan, rank).passes:
+        added = map(add, added, _moved(actions, left, boundary_bytes(plan)))
+    return max(accumulate(added))
+
+
+def _moved(actions: Iterable[Action], left: Mapping[tuple[int, int], int], group_input: int) -> Iterator[int]:
+    """Yield for each action the bytes that it adds because of offload: what has left is not added by the forward pass,
+    and not freed by the backward pass. left: group inputs that leave, by (microbatch, chunk)."""
+    for action in actions:
+        moved = group_input * left.get((action.microbatch, action.chunk), 0)
+        yield moved * ((action.kind is Kind.B) - (action.kind is Kind.F))
 
 
 def _change(plan: Plan, layouts: tuple[StageLayout, ...], chunk: int, kind: Kind, kept: int, place: int) -> int:

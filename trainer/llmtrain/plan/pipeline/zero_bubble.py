@@ -5,6 +5,9 @@ the gaps. To find the gaps, the order is simulated with passes that all take the
 microbatches whose activations a rank holds.
 """
 
+from collections.abc import Mapping
+from math import inf
+
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.timeline import needs
 
@@ -84,7 +87,11 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     waiting: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     at, held = [0] * schedule.ranks, [0] * schedule.ranks
-    ended: dict[tuple[Kind, int, int], int] = {}
+    # When each stage ends each of its passes.
+    ended = {
+        (kind, stage): [inf] * schedule.microbatches for kind in (Kind.F, Kind.B) for stage in range(schedule.stages)
+    }
+    awaited = [_awaited(schedule, rank, ended) for rank in range(schedule.ranks)]
     now, left = 0, sum(map(len, schedule.actions)) * 3 // 2
     while left:
         backwards: list[tuple[int, Action]] = []
@@ -92,10 +99,12 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
             action = order[at[rank]] if at[rank] < len(order) else None
             if action is not None and action.kind is Kind.F and held[rank] == limit:
                 action = None
-            if action is not None and _ready(schedule, rank, action, ended, now):
+            if action is not None and all(
+                times[action.microbatch] <= now for times in awaited[rank][action.chunk, action.kind]
+            ):
                 at[rank] += 1
                 held[rank] += action.kind is Kind.F
-                ended[action.kind, schedule.stage(rank, action.chunk), action.microbatch] = now + 1
+                ended[action.kind, schedule.stage(rank, action.chunk)][action.microbatch] = now + 1
                 if action.kind is Kind.B:
                     backwards.append((rank, Action(action.microbatch, action.chunk, Kind.W)))
             elif waiting[rank]:
@@ -118,6 +127,13 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     )
 
 
-def _ready(schedule: Schedule, rank: int, action: Action, ended: dict[tuple[Kind, int, int], int], now: int) -> bool:
-    required = needs(schedule.stages, schedule.stage(rank, action.chunk), action.kind)
-    return all(ended.get((kind, stage, action.microbatch), now + 1) <= now for kind, stage in required)
+def _awaited(
+    schedule: Schedule, rank: int, ended: Mapping[tuple[Kind, int], list[float]]
+) -> dict[tuple[int, Kind], list[list[float]]]:
+    """Return the entries of `ended` that each computation of a rank waits for, by its chunk and its kind."""
+    found = {}
+    for chunk in range(schedule.chunks):
+        stage = schedule.stage(rank, chunk)
+        for kind in (Kind.F, Kind.B):
+            found[chunk, kind] = [ended[kind, stage] for kind, stage in needs(schedule.stages, stage, kind)]
+    return found

@@ -10,7 +10,7 @@ from llmtrain.cluster.tiers import node_ranks
 from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.per_rank.message_buffers import messages_ahead
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes
-from llmtrain.plan.pipeline.actions import Action, Kind
+from llmtrain.plan.pipeline.actions import Action, Kind, computations
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import evaluation_actions
 from llmtrain.plan.program.spec import ProgramSpec
@@ -45,10 +45,13 @@ def posted_bytes(plan: Plan, rank: int) -> int:
     spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank)
     if posting is None:
         return 0
-    most, place = 0, plan.grid.coordinate(rank, Axis.PIPELINE)
-    for actions in (spec.actions, *_evaluated(plan, spec)):
-        sources = [source for action in actions if (source := _source(plan, spec, action, place)) is not None]
-        most = max(most, _most_posted(sources, posting))
+    place = plan.grid.coordinate(rank, Axis.PIPELINE)
+    sources = {
+        (chunk, kind): _source(plan, spec, chunk, kind, place) for chunk in range(len(spec.stages)) for kind in Kind
+    }
+    orders = (spec.actions, *_evaluated(plan, spec))
+    taken = ([source for one in computations(order) if (source := sources[one])] for order in orders)
+    most = max(_most_posted(order, posting) for order in taken)
     return most * boundary_bytes(plan)
 
 
@@ -57,11 +60,12 @@ def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
     which they are taken."""
     left = Counter(sources)
     posted = {channel: min(posting.at_start, count) for channel, count in left.items()}
-    most = sum(posted.values())
+    now = most = sum(posted.values())
     for channel in sources:
         left[channel] -= 1
-        posted[channel] = min(max(posted[channel] - 1, posting.ahead), left[channel])
-        most = max(most, sum(posted.values()))
+        before, posted[channel] = posted[channel], min(max(posted[channel] - 1, posting.ahead), left[channel])
+        now += posted[channel] - before
+        most = max(most, now)
     return most
 
 
@@ -95,11 +99,11 @@ def _evaluated(plan: Plan, spec: ProgramSpec) -> Iterator[Sequence[Action]]:
         yield evaluation_actions(len(spec.stages), [min(rows, plan.pipeline.schedule.evaluated_together)])
 
 
-def _source(plan: Plan, spec: ProgramSpec, action: Action, place: int) -> tuple[int, int] | None:
+def _source(plan: Plan, spec: ProgramSpec, chunk: int, kind: Kind, place: int) -> tuple[int, int] | None:
     """Return the stages that the message of an action comes from and goes to; None without a message of another
     rank. place: the rank's place along the pipeline axis."""
-    schedule, stage = plan.pipeline.schedule, spec.stages[action.chunk].stage
-    source = stage - 1 if action.kind is Kind.F else stage + 1
-    if action.kind is Kind.W or not 0 <= source < schedule.stages:
+    schedule, stage = plan.pipeline.schedule, spec.stages[chunk].stage
+    source = stage - 1 if kind is Kind.F else stage + 1
+    if kind is Kind.W or not 0 <= source < schedule.stages:
         return None
     return None if schedule.place(source)[0] == place else (source, stage)

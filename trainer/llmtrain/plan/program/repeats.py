@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmtrain.plan.pipeline.actions import Action
+from llmtrain.plan.pipeline.actions import Action, computations
 from llmtrain.plan.program.instructions import Drop, Gather, Issue, Pass, Program
 
 _KEPT = 3
@@ -87,8 +87,9 @@ def shorten(actions: Sequence[Action], periods: int) -> Shortened:
 
 def _keys(actions: Sequence[Action]) -> str:
     """Return a letter for each action: the same for the same computation of another microbatch."""
-    letters: dict[object, str] = {}
-    return "".join(letters.setdefault((one.chunk, one.kind), chr(len(letters))) for one in actions)
+    kinds = computations(actions)
+    letters = {one: chr(place) for place, one in enumerate(dict.fromkeys(kinds))}
+    return "".join(letters[one] for one in kinds)
 
 
 def _repeats(one: Pass, other: Pass) -> bool:

@@ -165,12 +165,14 @@ def reside(events: Sequence[UnitUse], units: Units, capacity: int) -> tuple[list
     gathered ahead, so that the buffer pool has `capacity` elements at most, if the units in use at the same time allow
     it.
     """
-    for eighths in range(8, -1, -1):
-        elements = capacity * eighths // 8 // units.granule * units.granule
+    # The last of them is 0.
+    for elements in dict.fromkeys(
+        capacity * eighths // 8 // units.granule * units.granule for eighths in range(8, -1, -1)
+    ):
         residency, issues = Residency(events, units, elements), list[list[Issue]]()
         for place in range(-1, len(events)):
             issues.append(residency.issues(place))
-            if residency.high > capacity and eighths:
+            if residency.high > capacity and elements:
                 break
         if residency.high <= capacity:
             break

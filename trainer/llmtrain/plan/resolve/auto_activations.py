@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.plan.activation_offload import INPUTS_AHEAD
-from llmtrain.plan.memory.memory_budget import passing_memory, role_memory
+from llmtrain.plan.memory.memory_budget import passing_memory, role_memory, sure_bytes
 from llmtrain.plan.per_rank.rank_activations import activation_memory, boundary_bytes, rank_counts
 from llmtrain.plan.per_rank.roles import Role, roles
 from llmtrain.plan.plan import Plan
@@ -29,6 +29,8 @@ def with_most_staying(plan: Plan) -> Plan:
 def _most(plan: Plan, held: Sequence[Role], programs: ProgramsOf, limit: int) -> int:
     """Return the most activations that may stay on ranks of roles of one place; INPUTS_AHEAD if even these exceed the
     limit."""
+    if any(sure_bytes(plan, role) > limit for role in held):
+        return INPUTS_AHEAD
     places = len(plan.pipeline.stages)
     # What does not depend on what leaves takes longest to plan.
     headrooms = [limit - role_memory(plan, role, programs(role.rank)).total + _bytes(plan, role) for role in held]

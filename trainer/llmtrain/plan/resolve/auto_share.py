@@ -5,7 +5,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
-from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
 from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
@@ -21,6 +21,8 @@ EIGHTHS, UNKNOWN = 8, 0.25
 def least_share(plan: Plan) -> float:
     """Return the least share with which a plan fits the stated memory; 1 where none is stated, or where it does not fit
     at all. plan: all optimizer states leave."""
+    if surely_exceeds(plan):
+        return 1.0
     # What is gathered, and when, does not depend on where optimizer states rest.
     programs, held = programs_of(plan), roles(plan)
     budget = memory_budget(plan, programs)
