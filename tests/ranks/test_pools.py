@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from llmtrain.plan.collective_buffers import SLOT_BYTES, CollectiveBuffers
+from llmtrain.plan.collective_buffers import COLLECTIVE_SLOT_BYTES, CollectiveBuffers
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.checkpoint_copies import copy_bytes
 from llmtrain.plan.per_rank.roles import roles
@@ -85,4 +85,4 @@ def test_what_is_taken_is_what_is_planned(case: Case, trained: Trained) -> None:
         }
         for name, passed in found["rounds"].items():
             each: dict[Any, CollectiveBuffers] = {**named, **pools.groups}
-            assert min(max(-(-passed // PAGE), 1) * PAGE, SLOT_BYTES) == each[name].slot_bytes
+            assert min(max(-(-passed // PAGE), 1) * PAGE, COLLECTIVE_SLOT_BYTES) == each[name].slot_bytes

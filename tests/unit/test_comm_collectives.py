@@ -16,7 +16,7 @@ from llmtrain.comm.gloo import GlooCollectives
 from llmtrain.comm.nccl import NcclCollectives
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan import collective_buffers
-from llmtrain.plan.collective_buffers import Backend, CollectiveBuffers, SizedCollective
+from llmtrain.plan.collective_buffers import CollectiveBackend, CollectiveBuffers, SizedCollective
 from torch import Tensor
 
 RANKS, ORDER = 3, (2, 0, 1)
@@ -72,7 +72,7 @@ class Taking(Workspace):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_buffers_are_those_that_are_planned(
-    backend: Backend, ranks: int, order: tuple[int, ...] | None, small: bool, monkeypatch: pytest.MonkeyPatch
+    backend: CollectiveBackend, ranks: int, order: tuple[int, ...] | None, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each collective takes what its size and dtypes say before it runs, whatever the values are."""
     kind = {"gloo": GlooCollectives, "nccl": NcclCollectives}[backend]

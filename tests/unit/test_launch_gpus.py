@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
 from llmtrain.launch import gpus
-from llmtrain.launch.gpus import gpu_memory_problem, least_capability, this_machine
+from llmtrain.launch.gpus import cluster_of_gpus, gpu_memory_problem, least_capability
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import parse_recipe
@@ -98,7 +98,7 @@ def test_a_machine_is_described(
 ) -> None:
     give_tool(said, tmp_path, monkeypatch)
     monkeypatch.setattr(gpus, "machine_memory", lambda: 128 * 2**30)
-    machine = this_machine(ranks)
+    machine = cluster_of_gpus(ranks)
     if found is None:
         assert machine is None
         return

@@ -10,7 +10,7 @@ from llmtrain.offload.gradient_store import BucketedGradients
 from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGradients
 from llmtrain.plan.offload import NORM_BLOCK, Bucket
 from llmtrain.plan.program.gradient_buckets import Move, UnitGradients
-from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.optimizer_shard import ElementRange
 from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
 from torch import Tensor
 
@@ -85,12 +85,12 @@ class Reader:
         self.waited = True
 
 
-def read(store: BucketedGradients, unit: str, readers: list[Reader] | None = None) -> list[tuple[Range, Tensor]]:
+def read(store: BucketedGradients, unit: str, readers: list[Reader] | None = None) -> list[tuple[ElementRange, Tensor]]:
     """Return the ranges with which a unit is stepped, and their gradients. readers: receives tickets of what reads them
     later; None: nothing does."""
-    found = list[tuple[Range, Tensor]]()
+    found = list[tuple[ElementRange, Tensor]]()
 
-    def step(within: Range, values: Tensor) -> Reader | None:
+    def step(within: ElementRange, values: Tensor) -> Reader | None:
         reader = Reader(values)
         found.append((within, reader.before))
         if readers is None:

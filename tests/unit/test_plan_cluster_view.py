@@ -10,7 +10,7 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.topology import nodes_of
-from llmtrain.plan.resolve.cluster_source import run_on
+from llmtrain.plan.resolve.cluster_source import topology_of
 from llmtrain.plan.resolve.described import described_run
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.views.cluster_view import describe
@@ -151,7 +151,7 @@ def test_work_grows_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             f"cluster={{node: {{ranks: 8}}, clusters: [{{name: a, nodes: {nodes}}}, {{name: b, nodes: {nodes}}}], "
             "between: {kind: ethernet}}"
         )
-        described = describe(run_on(None, [given, "parallel.pipeline=8", "parallel.tensor=8"], None))
+        described = describe(topology_of(None, [given, "parallel.pipeline=8", "parallel.tensor=8"], None))
         assert described["ranks"] == 16 * nodes
         counts.append(looked_up[0] / described["ranks"])
     assert counts[0] == counts[1] <= 3 * 3
@@ -162,7 +162,7 @@ def test_a_plan_has_the_ranks_that_are_shown(keys: tuple[str, ...], tmp_path: Pa
     (tmp_path / "r.yaml").write_text(
         "model: {preset: gpt2-124m}\ndata: {path: set}\nparallel: {tensor: 4}\ncluster: {node: {ranks: 8}}\n"
     )
-    shown = run_on(str(tmp_path / "r.yaml"), keys, 16)
+    shown = topology_of(str(tmp_path / "r.yaml"), keys, 16)
     recipe, facts = described_run(str(tmp_path / "r.yaml"), keys, 16)
     plan = make_plan(recipe, facts)
     assert (plan.cluster, plan.tiers, plan.grid) == (shown.cluster, shown.tiers, shown.grid)

@@ -10,7 +10,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.record import changes, decisions
+from llmtrain.plan.record import decisions, record_changes
 from llmtrain.plan.resolve.check import check
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe, parse_recipe
@@ -208,7 +208,7 @@ def test_decisions_name_every_key_that_was_open() -> None:
 def test_what_an_earlier_version_left_open_is_no_change() -> None:
     now = plan("zero.stage=1").record
     before = {**now, "train": {**now["train"], "attention": "auto", "steps": 7}, "offload": {"share": "auto"}}
-    assert changes(before, now) == [f"train.steps: 7 -> {now['train']['steps']}"]
+    assert record_changes(before, now) == [f"train.steps: 7 -> {now['train']['steps']}"]
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.offload import GRANULE, Offload, ring_slots
+from llmtrain.plan.offload import GRANULE, Offload, bucket_slots
 from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.per_rank.roles import roles
@@ -75,4 +75,4 @@ def test_buckets_cover_the_share(share: float, stepped: int) -> None:
     assert buckets[-1][1] == stepped
     assert all(start % GRANULE == 0 and 0 < end - start <= 4096 for start, end in buckets)
     assert 0 <= sum(end - start for start, end in buckets) - share * stepped < GRANULE
-    assert ring_slots(len(buckets)) == min(6, len(buckets))
+    assert bucket_slots(len(buckets)) == min(6, len(buckets))

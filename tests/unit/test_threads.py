@@ -47,7 +47,7 @@ def test_ranks_share_only_cores_that_they_may_all_use(monkeypatch: pytest.Monkey
         monkeypatch.setattr(socket, "gethostname", lambda: machine)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
         # The first time, each rank sends and knows of itself alone; then it hears what all have sent.
-        return threads.even_share(lambda own: sent if len(sent) == len(places) else sent.append(own) or [own])
+        return threads.even_cores(lambda own: sent if len(sent) == len(places) else sent.append(own) or [own])
 
     assert [share(*place) for place in places] == [5, 5, 3, 5]
     assert [share(*place) for place in places] == [2, 2, 3, 5]

@@ -63,12 +63,12 @@ def read_cluster(case: Case) -> None:
     """Read as `cluster show`."""
     from io import StringIO
 
-    from llmtrain.plan.resolve.cluster_source import run_on
+    from llmtrain.plan.resolve.cluster_source import topology_of
     from llmtrain.plan.views.cluster_view import describe, tables
     from llmtrain_data.output import Terminal, json_text
 
     words = [word for word in case.words if word != "--ranks"]
-    found = describe(run_on("cluster.yaml", words, 16 if "--ranks" in case.words else None))
+    found = describe(topology_of("cluster.yaml", words, 16 if "--ranks" in case.words else None))
     json_text(found)
     console = Terminal(file=StringIO())
     for part in tables(found):

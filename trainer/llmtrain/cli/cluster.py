@@ -28,10 +28,10 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every group.")] = False,
 ) -> None:
     """Show the tiers of links, the clusters, and each group of ranks with its place and network card."""
-    from llmtrain.plan.resolve.cluster_source import run_on
+    from llmtrain.plan.resolve.cluster_source import topology_of
     from llmtrain.plan.views.cluster_view import describe, tables
 
-    found = describe(run_on(source, overrides or [], ranks))
+    found = describe(topology_of(source, overrides or [], ranks))
     if as_json:
         say_json(found)
         return

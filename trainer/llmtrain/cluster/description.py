@@ -12,7 +12,7 @@ from pydantic import Field
 
 from llmtrain.cluster.quantity import Bandwidth, Size, Speed, Time, Unit, quantity
 
-Cores = Annotated[int, Field(ge=1, le=2**16)]
+CoreCount = Annotated[int, Field(ge=1, le=2**16)]
 Socket = Annotated[int, Field(ge=0, le=2**16)]
 
 
@@ -75,8 +75,8 @@ class Host:
 
     memory: Size | None = None
     bandwidth: Bandwidth | None = None
-    cores: Cores | None = None
-    sockets: Cores | None = None
+    cores: CoreCount | None = None
+    sockets: CoreCount | None = None
 
     def __post_init__(self) -> None:
         _check_quantities(self, memory="byte", bandwidth="byte/s")

@@ -14,7 +14,7 @@ from llmtrain.comm.messages_shared import RoutedMessages, SharedMemoryMessages, 
 from llmtrain.comm.nccl import NcclCollectives
 from llmtrain.comm.shared_memory import SharedMemoryCollectives, share_slots
 from llmtrain.comm.workspace import Workspace
-from llmtrain.plan.collective_buffers import Backend, CollectiveBuffers, backend_of
+from llmtrain.plan.collective_buffers import CollectiveBackend, CollectiveBuffers, backend_of
 
 
 def collectives_of(
@@ -29,7 +29,7 @@ def collectives_of(
     node: ranks of a node. buffers: what they need. order: see Collectives.
     """
 
-    def workspace(backend: Backend) -> Workspace | None:
+    def workspace(backend: CollectiveBackend) -> Workspace | None:
         return Workspace(device, buffers.workspace(backend)) if buffers.sequential else None
 
     backend = _backend_of(group, device, node)
@@ -70,5 +70,5 @@ def messages_of(
     return RoutedMessages(shared, frozenset(rings), GlooMessages(others, ahead, shared.wake))
 
 
-def _backend_of(group: dist.ProcessGroup, device: torch.device, node: int) -> Backend:
+def _backend_of(group: dist.ProcessGroup, device: torch.device, node: int) -> CollectiveBackend:
     return backend_of("cuda" if device.type == "cuda" else "cpu", dist.get_process_group_ranks(group), node)

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmtrain.comm.mapped_memory import shared_memory
 from llmtrain.comm.messages import Channel, Messages, Request
 from llmtrain.comm.pipes import Pipes, connect_pipes
-from llmtrain.plan.per_rank.message_buffers import ring_slots
+from llmtrain.plan.per_rank.message_buffers import message_slots
 from llmtrain.plan.program.posted_receives import posting_of
 
 Slots = NDArray[np.uint8]
@@ -38,7 +38,7 @@ def share_ring(group: dist.ProcessGroup, ahead: int, nbytes: int) -> Ring | None
 
     ahead: messages of `nbytes` that fit into the slots.
     """
-    count, width = ring_slots(ahead, nbytes)
+    count, width = message_slots(ahead, nbytes)
     memory = shared_memory(group, count * width)
     pipes = connect_pipes(group) if memory else None
     if pipes is None:

@@ -37,7 +37,7 @@ def set_by_user() -> bool:
     return True
 
 
-def even_share(gather_all: Callable[[list[int]], list[list[int]]]) -> int:
+def even_cores(gather_all: Callable[[list[int]], list[list[int]]]) -> int:
     """Return how many cores this rank has for itself where ranks that may use the same cores share them evenly, at
     least 1. gather_all: as `Ranks` has it. Collective."""
     cores = os.sched_getaffinity(0)

@@ -89,7 +89,7 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     )
 
 
-def this_machine(ranks: int) -> Cluster | None:
+def cluster_of_gpus(ranks: int) -> Cluster | None:
     """Return a description of this machine with as many ranks, each on a GPU of its own, by NVIDIA's driver: the name
     and the usable memory of its GPUs, and the usable memory of the machine. None without the driver, with too few GPUs,
     and where GPUs differ or are divided (MIG), as the driver does not tell which of them CUDA takes. Does not start

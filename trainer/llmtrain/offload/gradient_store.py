@@ -12,15 +12,15 @@ from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.gradient_tiers import GradientTier
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.program.gradient_buckets import UnitGradients
-from llmtrain.sharding.optimizer_shard import Range, StepRange
+from llmtrain.sharding.optimizer_shard import ElementRange, StepRange
 
 
 class _Squares:
     """The squared norms of ranges of one unit, from its buckets in order. Blocks' sums are added one after another, so
     that the bits are those of the sum over a whole range."""
 
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self._blocks: dict[Range, list[float]] = {within: [] for within in ranges}
+    def __init__(self, ranges: Sequence[ElementRange]) -> None:
+        self._blocks: dict[ElementRange, list[float]] = {within: [] for within in ranges}
 
     def take(self, start: int, values: Tensor) -> None:
         """Add the elements from `start` on, fp32."""
@@ -29,7 +29,7 @@ class _Squares:
             if begin < end:
                 blocks += squared_blocks(values[begin - start : end - start], begin)
 
-    def total(self, within: Range) -> float:
+    def total(self, within: ElementRange) -> float:
         """Return the squared norm of a range."""
         return reduce(operator.add, self._blocks[within], 0.0)
 
@@ -38,7 +38,7 @@ class BucketedGradients:
     """Sums of gradients in the buckets of a tier. See GradientStore. It runs on the CPU."""
 
     def __init__(
-        self, tier: GradientTier, units: Mapping[str, UnitGradients], ranges: Mapping[str, Sequence[Range]],
+        self, tier: GradientTier, units: Mapping[str, UnitGradients], ranges: Mapping[str, Sequence[ElementRange]],
         starts: Mapping[str, int], pinned: bool,
     ) -> None:  # fmt: skip
         """ranges: the ranges of each unit whose squared norms are asked for. starts: first element of each unit's
@@ -103,7 +103,7 @@ class BucketedGradients:
             reader = step_range((start + bucket.start, start + bucket.end), self._tier.take(number))
             self._tier.put(number, copied=not (here and len(self._came)), reader=reader)
 
-    def squares(self, unit: str, within: Range) -> float:
+    def squares(self, unit: str, within: ElementRange) -> float:
         """See GradientStore."""
         return self._squares[unit].total(within)
 

@@ -13,7 +13,7 @@ from llmtrain.offload.copies import recorded
 from llmtrain.offload.staging import BucketStep, StepAhead
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.offload import Bucket
-from llmtrain.sharding.optimizer_shard import OptimizerShard, Range, StepRule
+from llmtrain.sharding.optimizer_shard import ElementRange, OptimizerShard, StepRule
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OffloadedShard:
         works = [work for work in self._works(self.held, gradient, weight) if work.bucket in spare]
         self._offloaded.stepper.step_ahead([StepAhead(work, spare[work.bucket]) for work in works])
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> StepTicket:
+    def step(self, within: ElementRange, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> StepTicket:
         """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
         self._stepped = ticket = self._offloaded.stepper.step(self._works(within, gradient, weight), numbers)
         for start, end in _common(self._resident.held, within):
@@ -109,7 +109,7 @@ class OffloadedShard:
         """Whether a checkpoint reads the states while it is written, and copies none before."""
         return True
 
-    def _works(self, within: Range, gradient: Tensor, weight: Tensor) -> list[BucketStep]:
+    def _works(self, within: ElementRange, gradient: Tensor, weight: Tensor) -> list[BucketStep]:
         computed = recorded(gradient.is_cuda or weight.is_cuda)
         if self._offloaded.at_rest is not None:
             weight = self._offloaded.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
@@ -127,7 +127,7 @@ class OffloadedShard:
             for number, part, own in self._parts(*within)
         ]
 
-    def _parts(self, start: int, end: int) -> Iterator[tuple[int, Range, slice]]:
+    def _parts(self, start: int, end: int) -> Iterator[tuple[int, ElementRange, slice]]:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the
         part from `start`."""
         for number, bucket in enumerate(self._offloaded.buckets, self._offloaded.first):
@@ -136,7 +136,7 @@ class OffloadedShard:
                 yield number, (first - origin, last - origin), slice(first - start, last - start)
 
 
-def _common(one: Range, other: Range) -> list[Range]:
+def _common(one: ElementRange, other: ElementRange) -> list[ElementRange]:
     """Return what two ranges have in common: one range, or none."""
     start, end = max(one[0], other[0]), min(one[1], other[1])
     return [(start, end)] if start < end else []

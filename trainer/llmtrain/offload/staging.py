@@ -12,7 +12,7 @@ from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.copies import Copies, Event, Passed, copies_to
 from llmtrain.offload.usage import LinkCount
 from llmtrain.plan.offload import Offload
-from llmtrain.sharding.optimizer_shard import Range, StepRule
+from llmtrain.sharding.optimizer_shard import ElementRange, StepRule
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,7 +28,7 @@ class BucketStep:
     bucket: int
     part: slice
     last: bool
-    within: Range
+    within: ElementRange
     rule: StepRule
     gradient: Tensor
     weight: Tensor

@@ -12,7 +12,7 @@ from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
-from llmtrain.plan.offload import OVERLAP, Bucket, ring_slots
+from llmtrain.plan.offload import OVERLAP, Bucket, bucket_slots
 
 
 class StateStore(Protocol):
@@ -138,7 +138,7 @@ class FileStates:
         self._buckets, self._lock, self._regions = buckets, threading.RLock(), Regions(buckets)
         sizes = [bucket.nbytes for bucket in self._regions.buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
-        self._ring = FetchRing(self._file, self._queue, sizes, ring_slots(len(buckets), overlap), pinned)
+        self._ring = FetchRing(self._file, self._queue, sizes, bucket_slots(len(buckets), overlap), pinned)
         self._staging = aligned_bytes(max(bucket.part for bucket in buckets))
 
     def fetch(self, bucket: int) -> None:

@@ -10,18 +10,18 @@ from typing import Literal
 from llmtrain.plan.facts import Device
 from llmtrain.plan.placement import PAGE
 
-Backend = Literal["nccl", "shared", "gloo"]
+CollectiveBackend = Literal["nccl", "shared", "gloo"]
 """NCCL between GPUs; memory that the CPUs of a node share; gloo between other CPUs."""
 
 ONE_ROUND = 2**20
 """Up to this many bytes per rank, the ranks of an all-reduce over gloo send each other their full tensors. gloo's ring
 sends less, but in many messages that wait for each other: small tensors take two to four times as long."""
 
-SLOT_BYTES = 8 << 20
+COLLECTIVE_SLOT_BYTES = 8 << 20
 """Most bytes of a shared-memory slot: what a rank passes to the others in one round."""
 
 
-def backend_of(device: Device, ranks: Sequence[int], node: int) -> Backend:
+def backend_of(device: Device, ranks: Sequence[int], node: int) -> CollectiveBackend:
     """Return the backend of a group's collectives, if its CPUs can share memory. ranks: of the group. node: ranks of a
     node."""
     if device == "cuda":
@@ -49,7 +49,7 @@ class SizedCollective:
     converted: bool = False
     shards: bool = False
 
-    def workspace(self, backend: Backend, ranks: int, in_order: bool) -> Iterator[tuple[str, int]]:
+    def workspace(self, backend: CollectiveBackend, ranks: int, in_order: bool) -> Iterator[tuple[str, int]]:
         """Yield the name and the bytes of each buffer. in_order: whether gathered parts are in the order of ranks."""
         if self.op == "all_to_all":
             yield from (("sent", self.size), ("received", self.size))
@@ -99,7 +99,7 @@ class CollectiveBuffers:
     sequential: bool = True
     in_order: bool = True
 
-    def workspace(self, backend: Backend) -> dict[str, int]:
+    def workspace(self, backend: CollectiveBackend) -> dict[str, int]:
         """Return the bytes of each buffer of the group's workspace, by name; it has none if not `sequential`."""
         every = (one.workspace(backend, self.ranks, self.in_order) for one in self.collectives if self.sequential)
         return most(item for items in every for item in items)
@@ -113,9 +113,9 @@ class CollectiveBuffers:
     def slot_bytes(self) -> int:
         """Bytes of a shared-memory slot. A collective that passes more takes several rounds."""
         passed = max((one.round_bytes(self.ranks) for one in self.collectives), default=0)
-        return min(max(-(-passed // PAGE), 1) * PAGE, SLOT_BYTES)
+        return min(max(-(-passed // PAGE), 1) * PAGE, COLLECTIVE_SLOT_BYTES)
 
-    def nbytes(self, backend: Backend) -> int:
+    def nbytes(self, backend: CollectiveBackend) -> int:
         """Return the bytes of the workspace and of the slots."""
         slots = self.slots * self.slot_bytes if backend == "shared" else 0
         return sum(self.workspace(backend).values()) + slots

@@ -10,7 +10,7 @@ from llmtrain.cluster.description import Nvme
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Device
-from llmtrain.plan.placement import PAGE, Backend, Memory, Placement
+from llmtrain.plan.placement import PAGE, MemoryTier, OptimizerBackend, Placement
 from llmtrain.recipe.offload import OffloadConfig
 
 # Offloaded ranges are split at multiples of this many elements: fp32 in files begins at multiples of 4096 bytes.
@@ -42,18 +42,18 @@ class Offload:
     tier: Literal["none", "host", "nvme"] = "none"
     share: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
-    parameters: Memory = "device"
-    gradients: Memory = "device"
+    parameters: MemoryTier = "device"
+    gradients: MemoryTier = "device"
     paths: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     bucket: int = BUCKET
     on_device: bool = False
-    backend: Backend = "cpu"
+    backend: OptimizerBackend = "cpu"
     overlap: int = OVERLAP
     spare: float = 0.0
 
     @classmethod
-    def of(cls, recipe: OffloadConfig, backend: Backend, volumes: Sequence[Nvme], device: Device) -> "Offload":
+    def of(cls, recipe: OffloadConfig, backend: OptimizerBackend, volumes: Sequence[Nvme], device: Device) -> "Offload":
         """Return what a recipe asks for. recipe: without `gradients: auto`. backend: the device's kernel. volumes: of
         the cluster's nodes. Raises BadInputError."""
         in_files = [key for key in ("optimizer", "parameters", "gradients") if getattr(recipe, key) == "nvme"]
@@ -98,7 +98,7 @@ class Offload:
         return list(pairwise([*range(resident, stepped, self.bucket), stepped]))
 
 
-def _memory(tier: str) -> Memory:
+def _memory(tier: str) -> MemoryTier:
     """Return the memory that holds a state: the device unless the recipe says host or nvme."""
     return "host" if tier == "host" else "nvme" if tier == "nvme" else "device"
 
@@ -169,10 +169,10 @@ def largest(buckets: Iterable[Bucket]) -> int:
 
 def slots(buckets: int) -> int:
     """Return how many of a rank's buckets of gradients are in memory at the same time."""
-    return ring_slots(buckets)
+    return bucket_slots(buckets)
 
 
-def ring_slots(buckets: int, overlap: int = OVERLAP) -> int:
+def bucket_slots(buckets: int, overlap: int = OVERLAP) -> int:
     """Return how many of a rank's buckets in files are in memory at the same time. overlap: how many of them are read
     ahead."""
     return min(1 + overlap + WRITE_BEHIND, buckets)

@@ -13,11 +13,11 @@ ALIGNMENT = 32
 # Bytes of a page of memory. Files are read and written past the page cache at its multiples.
 PAGE = 4096
 
-Memory = Literal["device", "host", "nvme"]
+MemoryTier = Literal["device", "host", "nvme"]
 """Where a state rests: in the memory of the device that computes, in the host's, or in files on NVMe volumes."""
 
 # Kernels of the AdamW step.
-Backend = Literal["cpu", "triton", "torch", "apex", "reference"]
+OptimizerBackend = Literal["cpu", "triton", "torch", "apex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Placement:
     hierarchical: bool = True
     masters: Literal["weights", "separate"] = "separate"
     gradients: Literal["fp32", "compute"] = "fp32"
-    backend: Backend = "torch"
+    backend: OptimizerBackend = "torch"
     alignment: int = ALIGNMENT
-    weights_on: Memory = "device"
-    gradients_on: Memory = "device"
+    weights_on: MemoryTier = "device"
+    gradients_on: MemoryTier = "device"
     writes_at_rest: bool = False
 
     @property

@@ -9,7 +9,7 @@ from llmtrain.model.config import Family, GPTConfig
 from llmtrain.plan.degrees import ZeroSettings
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.offloaded_gradients import offload_of
-from llmtrain.plan.placement import Backend
+from llmtrain.plan.placement import OptimizerBackend
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.load import as_data
 from llmtrain.recipe.schema import Recipe
@@ -31,7 +31,7 @@ _WAY_TO_START = "checkpoint.resume"
 _FORMATS = {0: "none", 4: "int4", 8: "int8"}
 
 
-def record_of(recipe: Recipe, zero: ZeroSettings, backend: Backend, plan: Plan) -> dict[str, Any]:
+def record_of(recipe: Recipe, zero: ZeroSettings, backend: OptimizerBackend, plan: Plan) -> dict[str, Any]:
     """Return the recipe as plain data, with the plan's values for the keys that it leaves open.
 
     Two values stay auto: a `cluster` without a description, and `checkpoint.resume`, where it is a way to start.
@@ -117,7 +117,7 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
             yield "offload.bucket"
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def record_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the differences between the records of an earlier and a later plan, as lines `key: value -> value`. Keys
     that only one of them has, those that an earlier version left open, and the cluster, are left out."""
     old = {key: value for key, value in _flat(before) if value != "auto" or key == _WAY_TO_START}

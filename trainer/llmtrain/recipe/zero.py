@@ -10,11 +10,11 @@ from llmtrain.cluster.quantity import Size, quantity
 
 # A number of ranks, the name of a link tier (node, all, or one that the cluster file names), or auto.
 Degree = Ranks | str
-Stage = Literal[0, 1, 2, 3]
-STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+ZeroStage = Literal[0, 1, 2, 3]
+STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 # A number of bytes, or a quantity such as 2GB.
-Memory = Annotated[int, Field(ge=0, le=2**50)] | Size
-Block = Annotated[int, Field(ge=1, le=2**24)]
+MemorySize = Annotated[int, Field(ge=0, le=2**50)] | Size
+BlockSize = Annotated[int, Field(ge=1, le=2**24)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class ZeroConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     preset: Literal["mics", "zero++", "topo"] | None = None
-    stage: Stage | None = None
+    stage: ZeroStage | None = None
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     secondary: RanksOrNone | str | None = None
     hierarchical: bool | Literal["auto"] = "auto"
-    resident: Literal["auto"] | Memory = "auto"
+    resident: Literal["auto"] | MemorySize = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.resident, str) and self.resident != "auto":
@@ -80,7 +80,7 @@ class QuantizeConfig:
     weights: Literal["none", "int8"] | None = None
     secondary: Literal["none", "int8"] | None = None
     gradients: Literal["none", "int4"] | None = None
-    block: Block = 256
+    block: BlockSize = 256
 
     def __post_init__(self) -> None:
         if self.gradients == "int4" and self.block % 2:

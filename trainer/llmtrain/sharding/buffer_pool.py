@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def overlap(first: Tensor, second: Tensor) -> bool:
+def views_overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two one-dimensional views of one buffer pool, of its dtype, share elements."""
     start, end = first.storage_offset(), first.storage_offset() + first.numel()
     return start < second.storage_offset() + second.numel() and second.storage_offset() < end

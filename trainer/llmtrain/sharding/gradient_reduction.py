@@ -17,7 +17,7 @@ from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather, own_shard
 from llmtrain.sharding.gradient_sums import GradientSum
-from llmtrain.sharding.optimizer_shard import Range
+from llmtrain.sharding.optimizer_shard import ElementRange
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -27,7 +27,7 @@ class UnitGradient(Protocol):
 
     sum: GradientSum
 
-    def squares(self, within: Range) -> Tensor:
+    def squares(self, within: ElementRange) -> Tensor:
         """Return the squared norm of a range of the unit that this rank steps, fp64 scalar."""
 
     def step(self, numbers: AdamWStep) -> Ticket | None:
@@ -51,7 +51,7 @@ class ResidentGradient:
     def __init__(self, unit: ShardedUnit, gradient_sum: GradientSum) -> None:
         self._unit, self.sum = unit, gradient_sum
 
-    def squares(self, within: Range) -> Tensor:
+    def squares(self, within: ElementRange) -> Tensor:
         """See UnitGradient."""
         (start, end), offset = within, self._unit.ranges.optimizer[0]
         return squared_sum(self._unit.owned_gradient[start - offset : end - offset], start)

@@ -17,7 +17,7 @@ from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.buffer_pool import overlap
+from llmtrain.sharding.buffer_pool import views_overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import (
     LastReduction,
@@ -231,7 +231,7 @@ class GradientReducer:
         size = self._units[name].ranges.padded
         assert offset is not None
         buffer = self.pool[offset : offset + size]
-        while any(overlap(buffer, sent) for _, sent in self._sent):
+        while any(views_overlap(buffer, sent) for _, sent in self._sent):
             self._sent.popleft()[0].wait()
         return buffer
 

@@ -15,7 +15,7 @@ from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import reduce_to_optimizer_shard, traffic
 from llmtrain.sharding.gradient_sums import GradientSum
-from llmtrain.sharding.optimizer_shard import Range, StepRange
+from llmtrain.sharding.optimizer_shard import ElementRange, StepRange
 from llmtrain.sharding.packed_collectives import reduce_scatter
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -40,7 +40,7 @@ class GradientStore(Protocol):
         """Step the ranges of the unit that this rank steps, in order, with their gradients: fp32, in the host's memory,
         valid until the ticket of a range is waited for."""
 
-    def squares(self, unit: str, within: Range) -> float:
+    def squares(self, unit: str, within: ElementRange) -> float:
         """Return the squared norm of a range of the unit: all that this rank steps, or an end of it that TP-replicated
         parameters have."""
 
@@ -80,7 +80,7 @@ class OffloadedReduction:
         """See Reduction."""
         return traffic(self._unit, self._packing, issue)
 
-    def squares(self, within: Range) -> Tensor:
+    def squares(self, within: ElementRange) -> Tensor:
         """See UnitGradient."""
         found = self._offloaded.store.squares(self._unit.spec.name, within)
         return torch.full((), found, dtype=torch.float64, device=self._unit.weight.device)

@@ -12,8 +12,8 @@ from llmtrain.comm.device import to_device
 from llmtrain.comm.stream import Ticket
 from llmtrain.model.tensors import UnitSpec
 
-Range = tuple[int, int]
-StepRange = Callable[[Range, Tensor], Ticket | None]
+ElementRange = tuple[int, int]
+StepRange = Callable[[ElementRange, Tensor], Ticket | None]
 """Steps a range with its gradient. Returns a ticket of what is not done yet and reads the gradient; None if all is
 done."""
 
@@ -75,7 +75,7 @@ class StepRule:
     def step(
         self,
         states: Mapping[str, Tensor],
-        within: Range,
+        within: ElementRange,
         gradient: Tensor,
         numbers: AdamWStep,
         weight: Tensor,
@@ -109,7 +109,7 @@ class OptimizerShard:
     another class can offload them.
     """
 
-    def __init__(self, rule: StepRule, held: Range, masters: Tensor, read_late: bool = False) -> None:
+    def __init__(self, rule: StepRule, held: ElementRange, masters: Tensor, read_late: bool = False) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
         their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written."""
         self.held, self._rule, self._late = held, rule, read_late
@@ -118,7 +118,7 @@ class OptimizerShard:
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Do nothing: resident states are stepped when the norm is known."""
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> None:
+    def step(self, within: ElementRange, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> None:
         """Step a range with its gradient, `[n]`, fp32 or of the weights' dtype, which may change. Return None.
 
         numbers: its weight decay applies to the tensors that decay. weight: `[n]` of the compute dtype, which receives
@@ -156,7 +156,7 @@ class OptimizerShard:
 class OptimizerStates(Protocol):
     """The optimizer states of one unit on this rank, wherever they rest. `OptimizerShard` describes the methods."""
 
-    held: Range
+    held: ElementRange
 
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Start to step what may be stepped before the gradients' norm is known.
@@ -165,7 +165,7 @@ class OptimizerStates(Protocol):
         step is skipped. weight: as for `step`; only `step` changes it.
         """
 
-    def step(self, within: Range, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> Ticket | None:
+    def step(self, within: ElementRange, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> Ticket | None:
         """Step a range with its gradient; arguments as for `OptimizerShard.step`. Return a ticket of the
         step, which reads the gradient and writes the weight until it is done; None if it is done already."""
 

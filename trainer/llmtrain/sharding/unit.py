@@ -16,9 +16,9 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
 from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import (
+    ElementRange,
     OptimizerShard,
     OptimizerStates,
-    Range,
     SeparateMasters,
     StepRange,
     StepRule,
@@ -35,9 +35,9 @@ class ShardRanges:
     """The ranges of one rank's shards in a unit padded to `padded` elements; each lies within the one before."""
 
     padded: int
-    weights: Range
-    gradients: Range
-    optimizer: Range
+    weights: ElementRange
+    gradients: ElementRange
+    optimizer: ElementRange
 
     @classmethod
     def of(cls, numel: int, placement: Placement, place: int) -> "ShardRanges":
@@ -130,7 +130,7 @@ class ShardedUnit:
         weight, offset = self.owned_weight, self.ranges.optimizer[0]
         tickets = list[Ticket]()
 
-        def step_range(within: Range, gradient: Tensor) -> Ticket | None:
+        def step_range(within: ElementRange, gradient: Tensor) -> Ticket | None:
             own = weight[within[0] - offset : within[1] - offset]
             ticket = self.optimizer.step(within, gradient, numbers, own)
             tickets.extend([] if ticket is None else [ticket])

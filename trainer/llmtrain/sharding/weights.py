@@ -11,7 +11,7 @@ from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Drop, Gather
 from llmtrain.plan.program.transfers import updates_apart
 from llmtrain.plan.traffic import Count
-from llmtrain.sharding.buffer_pool import overlap
+from llmtrain.sharding.buffer_pool import views_overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.offloaded_weights import OffloadedGather, OffloadedWeights
@@ -189,6 +189,6 @@ class GatheredWeights:
 
     def _wait_until_stored(self, place: Tensor) -> None:
         """Wait until no new shard that lies in a part of the buffer pool is still being stored."""
-        for name in [name for name, other in self._storing.items() if overlap(place, other)]:
+        for name in [name for name, other in self._storing.items() if views_overlap(place, other)]:
             self.updates.wait(name)
             del self._storing[name]

@@ -17,7 +17,7 @@ from llmtrain.checkpoint.folder import check_start, step_folders, step_of
 from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus, gpu_memory_problem, least_capability, set_gpu_variables, this_machine
+from llmtrain.launch.gpus import check_gpus, cluster_of_gpus, gpu_memory_problem, least_capability, set_gpu_variables
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.facts import Facts
@@ -135,7 +135,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
         triton=find_spec("triton") is not None,
         bf16=not gpus or (least_capability() or BF16) >= BF16,
         # Ranks on several machines would have to agree on one.
-        machine=this_machine(world) if gpus and here == world and not described else None,
+        machine=cluster_of_gpus(world) if gpus and here == world and not described else None,
     )
 
 

@@ -37,7 +37,7 @@ def number_at(row: Row, *keys: str) -> float:
     return float(value) if known else nan
 
 
-def shares(steps: Sequence[Row], key: str) -> list[float]:
+def peak_shares(steps: Sequence[Row], key: str) -> list[float]:
     """Return the share of a peak that each logged step reached, `mfu` or `mfu_measured`; NaN if it has none.
 
     All are NaN if any step was faster than the peak, which was wrong then: rows have no share from that step on.
@@ -81,7 +81,7 @@ def rate_figure(steps: list[Row]) -> bytes:
         ("mfu", "MFU, of the data sheet's peak"),
         ("mfu_measured", "share of the measured peak"),
     ):
-        per_token = _constant(np.array(shares(steps, key)) / np.where(rate > 0, rate, nan))
+        per_token = _constant(np.array(peak_shares(steps, key)) / np.where(rate > 0, rate, nan))
         if per_token is not None:
             _percent_axis(axes, per_token, label)
             break

@@ -16,7 +16,7 @@ from llmtrain_data.output import printable
 from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 
 from llmtrain.errors import BadInputError
-from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, rate_figure, shares
+from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, peak_shares, rate_figure
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file
@@ -123,8 +123,8 @@ def _tiles(run: Row, steps: list[Row], evaluations: list[Row]) -> Iterable[tuple
         ("tokens", number_at(last, "tokens"), units.number),
         ("time", number_at(last, "elapsed_s"), units.duration),
         ("tokens/s, median", _median([number_at(row, "tokens_per_s") for row in steps]), units.number),
-        ("MFU, median", _median(shares(steps, "mfu")), "{:.1%}".format),
-        ("share of measured peak, median", _median(shares(steps, "mfu_measured")), "{:.1%}".format),
+        ("MFU, median", _median(peak_shares(steps, "mfu")), "{:.1%}".format),
+        ("share of measured peak, median", _median(peak_shares(steps, "mfu_measured")), "{:.1%}".format),
         ("peak memory, main rank", _peak_memory(steps), units.size),
         ("skipped steps", skipped or nan, "{:.0f}".format),
     ]

@@ -12,7 +12,7 @@ from llmtrain.comm.cores import Bound, bind_to_socket
 from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, with_watchdog
-from llmtrain.comm.threads import THREADS, even_share, set_by_user
+from llmtrain.comm.threads import THREADS, even_cores, set_by_user
 from llmtrain.launch.ending import end_together
 from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
@@ -77,7 +77,7 @@ def _take_threads(plan: Plan, ranks: Ranks, bound: Bound | None) -> int:
     if plan.device == "cpu":
         threads = before if bound is None else min(bound.threads, before)
     else:
-        threads = _host_threads(plan, even_share(ranks.gather_all), before)
+        threads = _host_threads(plan, even_cores(ranks.gather_all), before)
     if threads != before:
         torch.set_num_threads(threads)
     return threads

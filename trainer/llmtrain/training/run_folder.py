@@ -15,7 +15,7 @@ from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
 from llmtrain.launch.run_lock import LOOK, RunLock
 from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.record import changes
+from llmtrain.plan.record import record_changes
 from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.file import read_yaml
 from llmtrain.yaml.shipped import RECORD
@@ -79,4 +79,4 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def recipe_changes(folder: Path, plan: Plan) -> list[str]:
     """Return how the plan's recipe differs from the record in the folder; nothing if that cannot be read."""
-    return changes(read_record(folder), plan.record)
+    return record_changes(read_record(folder), plan.record)

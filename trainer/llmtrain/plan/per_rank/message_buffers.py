@@ -8,17 +8,17 @@ from llmtrain.plan.collective_buffers import backend_of
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes
 from llmtrain.plan.plan import Plan
 
-SLOT_BYTES = 1 << 20
+MESSAGE_SLOT_BYTES = 1 << 20
 """Most bytes of a slot. A longer message takes several slots, and the receiver reads one while the next is written."""
 
 MOST_SLOTS = 2048
 """Slots of a channel: a pipe surely holds the numbers of as many."""
 
 
-def ring_slots(ahead: int, nbytes: int) -> tuple[int, int]:
+def message_slots(ahead: int, nbytes: int) -> tuple[int, int]:
     """Return the number of a channel's slots and the bytes of each. ahead: messages of `nbytes` that fit into them."""
     # Slots begin at cache lines.
-    width = min(SLOT_BYTES, -(-nbytes // 64) * 64)
+    width = min(MESSAGE_SLOT_BYTES, -(-nbytes // 64) * 64)
     return min(ahead * -(-nbytes // width), MOST_SLOTS), width
 
 
@@ -47,5 +47,5 @@ def ring_bytes(plan: Plan, rank: int) -> int:
     ]
     if not inside:
         return 0
-    slots, width = ring_slots(messages_ahead(plan), boundary_bytes(plan))
+    slots, width = message_slots(messages_ahead(plan), boundary_bytes(plan))
     return slots * width * len(inside)

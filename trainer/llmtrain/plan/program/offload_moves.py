@@ -18,7 +18,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.stripes import striped
 
 # GRADIENT: the gradients of a unit are complete. DECIDE: the norm is known. The others are of a bucket.
-Kind = Literal["gradient", "decide", "ahead", "step", "commit"]
+MoveKind = Literal["gradient", "decide", "ahead", "step", "commit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class MoveEvent:
     """Something that happens to a bucket, or to a unit (GRADIENT). applies: at DECIDE, whether the step is applied with
     the numbers of the steps ahead."""
 
-    kind: Kind
+    kind: MoveKind
     place: int = 0
     applies: bool = False
 
@@ -120,7 +120,7 @@ class _Checked:
         self.complete: list[int] = []
         self.ahead: set[int] = set()
         self.due: list[int] = []
-        self._applies, self._last = False, dict[Kind, int]()
+        self._applies, self._last = False, dict[MoveKind, int]()
 
     def take(self, event: MoveEvent) -> list[str]:
         """Return what is wrong with the next event."""

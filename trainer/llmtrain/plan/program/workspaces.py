@@ -16,7 +16,7 @@ from llmtrain.plan.program.build import Programs, serves_secondary
 from llmtrain.plan.program.instructions import Gather, Reduce
 from llmtrain.plan.program.transfers import Lane, Transfer, UnitTraffic
 
-Sized = tuple[str, int]
+NamedSize = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _in_order(placement: Placement, lane: Lane) -> bool:
     return lane.kind != "flat" or flat_order(placement) == list(range(lane.span))
 
 
-def _gather_workspace(unit: UnitTraffic, programs: Programs) -> Iterator[Sized]:
+def _gather_workspace(unit: UnitTraffic, programs: Programs) -> Iterator[NamedSize]:
     degrees, padded = unit.placement.degrees, unit.placement.padded(unit.spec.numel)
     for gather in _gathers(unit, programs):
         rows, packing = (degrees.secondary, unit.secondary) if gather.secondary else (degrees.weights, unit.weights)
@@ -95,7 +95,7 @@ def _packed(rows: int, numel: int, packing: PackedFormat | None) -> int:
     return rows * packing.row_bytes(numel) if packing else 0
 
 
-def _reduction_workspace(unit: UnitTraffic) -> Iterator[Sized]:
+def _reduction_workspace(unit: UnitTraffic) -> Iterator[NamedSize]:
     """Yield the fp32 sums behind each hop, and the optimizer shard's in the dtype of the weights."""
     degrees, numel = unit.placement.degrees, unit.placement.padded(unit.spec.numel)
     for level in unit.placement.levels:

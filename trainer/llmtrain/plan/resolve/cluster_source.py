@@ -21,7 +21,7 @@ from llmtrain.yaml.file import read_yaml
 from llmtrain.yaml.shipped import shipped_names
 
 
-def run_on(source: str | None, overrides: Sequence[str], ranks: int | None) -> RankTopology:
+def topology_of(source: str | None, overrides: Sequence[str], ranks: int | None) -> RankTopology:
     """Return where the ranks of a run are, on the cluster of a recipe or a description.
 
     source: name or file of a recipe or a description; None for an empty recipe. ranks: number of ranks; None for all
@@ -34,7 +34,7 @@ def run_on(source: str | None, overrides: Sequence[str], ranks: int | None) -> R
 
 
 def ranks_of(recipe: Recipe, ranks: int | None) -> RankTopology:
-    """Return what `run_on` does, for a loaded recipe. It needs no plan, so the model and the batch need not fit."""
+    """Return what `topology_of` does, for a loaded recipe. It needs no plan: model and batch need not fit."""
     cluster = given_cluster(recipe.cluster)
     world = ranks or _described(cluster, recipe.parallel)
     per_node = cluster.node.ranks if cluster else world

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmtrain.plan.placement import Backend
+from llmtrain.plan.placement import OptimizerBackend
 from llmtrain.plan.plan import Compute, Plan
 
-READS: Mapping[Backend, tuple[Compute, ...]] = MappingProxyType({"triton": ("bf16", "fp16"), "cpu": ("bf16",)})
+READS: Mapping[OptimizerBackend, tuple[Compute, ...]] = MappingProxyType({"triton": ("bf16", "fp16"), "cpu": ("bf16",)})
 """The 16-bit gradients that kernels of the optimizer step read; all of them read fp32."""
 
 

@@ -26,7 +26,7 @@ from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of
-from llmtrain.plan.placement import Backend, Placement, alignment
+from llmtrain.plan.placement import OptimizerBackend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
@@ -246,7 +246,7 @@ def _filled(
 
 def _placement(
     zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, gradients: Literal["fp32", "compute"],
-    backend: Backend,
+    backend: OptimizerBackend,
 ) -> Placement:  # fmt: skip
     """Return the placement of all units: over the data axis."""
     degrees, quantization = zero.degrees, zero.quantization
@@ -290,7 +290,7 @@ def _factor_nearest_root(count: int) -> int:
     return min(factors, key=lambda factor: (abs(factor - sqrt(count)), factor))
 
 
-def _backend(recipe: Recipe, facts: Facts) -> Backend:
+def _backend(recipe: Recipe, facts: Facts) -> OptimizerBackend:
     backend = recipe.optimizer.backend
     if backend == "auto":
         if facts.device == "cpu":

@@ -10,7 +10,7 @@ from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.program.build import serves_secondary
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.validation.places import Place, overlap, program_issues
+from llmtrain.plan.validation.places import Place, program_issues, ranges_overlap
 
 
 def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
@@ -49,7 +49,7 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
                 f"{place}: the gradients of {issue.unit} take {_said(held)}, outside of their pool of "
                 f"{program.gradients} elements"
             )
-        if before is not None and not spec.sums_runs and overlap(held, before[1]):
+        if before is not None and not spec.sums_runs and ranges_overlap(held, before[1]):
             yield (
                 f"{place}: the gradients of {issue.unit} take {_said(held)}, which overlap those of {before[0]} "
                 f"({_said(before[1])}), the reduction right before"
@@ -71,7 +71,7 @@ def _run_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
         for unit in (passed.unit for passed in buffered if passed.opens):
             for other in taken:
                 ranges = [(taken[name], taken[name] + spec.padded[name]) for name in (unit, other)]
-                if unit != other and overlap(*ranges):
+                if unit != other and ranges_overlap(*ranges):
                     yield f"{place}: the gradients of {unit} take {_said(ranges[0])}, which overlap those of {other}"
         for unit, issue in one.reduces.items():
             if issue.offset is not None and issue.offset != held.get(unit):
@@ -143,7 +143,7 @@ class _Weights:
         if own[0] < 0 or own[1] > self.elements:
             yield (f"{place}: the buffer of {unit} takes {_said(own)}, outside of the pool of {self.elements} elements")
         for other, (held, _) in self.held.items():
-            if other != unit and overlap(own, self._range(held)):
+            if other != unit and ranges_overlap(own, self._range(held)):
                 yield (
                     f"{place}: the buffer of {unit} takes {_said(own)}, which overlap that of {other} "
                     f"({_said(self._range(held))})"

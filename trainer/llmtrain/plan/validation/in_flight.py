@@ -8,7 +8,7 @@ from llmtrain.plan.per_rank.replica_groups import REPLICA_GROUPS
 from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce, ReplicaSum
 from llmtrain.plan.program.transfers import Lane, Transfer
 from llmtrain.plan.validation.lanes import LaneJob
-from llmtrain.plan.validation.places import Place, overlap
+from llmtrain.plan.validation.places import Place, ranges_overlap
 from llmtrain.plan.validation.world import Wait, World
 
 
@@ -98,7 +98,7 @@ class InFlightCollectives:
         held = (0, 0)
         if reduce.offset is not None:
             held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
-            while any(overlap(held, other) for _, other in self._buffers):
+            while any(ranges_overlap(held, other) for _, other in self._buffers):
                 yield from self._wait(place, self._buffers.popleft()[0])
         # The sum over tensor-parallel ranks comes first. The buffer is free once the first hop after it has ended.
         sums = list(self._part.partial(reduce))

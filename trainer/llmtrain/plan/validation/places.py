@@ -36,6 +36,6 @@ def program_issues(program: Program) -> Iterator[tuple[Place, Issue]]:
         yield from pass_issues(one)
 
 
-def overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+def ranges_overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
     """Whether two ranges `[start, end)` share an element."""
     return first[0] < second[1] and second[0] < first[1]
