@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from llmtrain.cluster.description import Accelerator, Cluster, Node
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.pipeline.actions import Action, Kind
@@ -223,6 +224,17 @@ def test_a_buffer_pool_has_gaps_at_both_ends() -> None:
     assert pool.high == 10
     assert pool.take(3, low=True) == 10, "what has no room lies behind"
     assert pool.high == 13
+
+
+@pytest.mark.parametrize("resident", ["auto", "9364154311", "3GB"])
+def test_gathered_weights_begin_at_addresses_for_wide_copies(resident: str) -> None:
+    """Copies of 16 bytes at once, and the fast matrix products, need addresses that are multiples of these."""
+    recipe = load_recipe("llama-8b", ["zero.stage=3", f"zero.resident={resident}", "data.path=set"])
+    machine = Cluster(accelerator=Accelerator(memory="80GB"), node=Node(ranks=8))
+    plan = make_plan(recipe, Facts(world=8, device="cuda", cluster=machine))
+    found = [issue for issue in issues(Programs(ProgramSpec.of(plan, 0)).step) if isinstance(issue, Gather)]
+    assert found
+    assert {issue.offset * plan.compute_bytes % 64 for issue in found} == {0}
 
 
 @pytest.mark.parametrize("extra", [[], ["model.tie_embeddings=true"], ["activation_checkpointing={every: 2}"]])

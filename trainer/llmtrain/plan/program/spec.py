@@ -8,7 +8,7 @@ from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.per_rank.offloaded_weights import stored_elements
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
-from llmtrain.plan.placement import PAGE, Placement
+from llmtrain.plan.placement import ALIGNMENT, PAGE, Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import BackwardPass, ReplicaSum
 from llmtrain.plan.program.replica_sums import final_sums, partial_elements
@@ -93,11 +93,12 @@ class ProgramSpec:
 
 
 def _granule(placements: Iterable[Placement], compute_bytes: int) -> int:
-    """Return the elements of a page where all shards in files are whole pages, which are read without a copy; else
-    1."""
+    """Return the elements at whose multiples buffers of gathered weights begin. Copies and matrix products are fast
+    where addresses are multiples of 16 bytes. Where all shards in files are whole pages, buffers are too: these are
+    read without a copy."""
     page = PAGE // compute_bytes
     in_files = [placement for placement in placements if placement.weights_on == "nvme"]
-    return page if in_files and all(placement.alignment % page == 0 for placement in in_files) else 1
+    return page if in_files and all(placement.alignment % page == 0 for placement in in_files) else ALIGNMENT
 
 
 def _actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:
