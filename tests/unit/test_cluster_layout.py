@@ -1,5 +1,6 @@
 """Ranks, groups and shares."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -56,6 +57,19 @@ def test_launched_by_torchrun() -> None:
     assert (found.by, found.rank, found.world) == ("torchrun", 1, 4)
 
 
+def test_a_hook_that_sets_the_rank_under_srun_leaves_the_node_to_slurm() -> None:
+    hook = {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "32", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    step = {"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}
+    found = launched(hook | step)
+    assert found is not None
+    assert (found.by, found.rank, found.local_rank, found.ranks_per_node) == ("srun", 9, 1, 8)
+    assert found.variables == {"LOCAL_WORLD_SIZE": "8"}
+    # torchrun as the only task of a node has ranks of its own.
+    found = launched(hook | step | {"SLURM_STEP_NUM_TASKS": "4", "LOCAL_WORLD_SIZE": "8"})
+    assert found is not None
+    assert (found.by, found.ranks_per_node, found.variables) == ("torchrun", 8, {})
+
+
 # The port is below the range that Linux gives to any program, for every job number.
 @pytest.mark.parametrize(("job", "port"), [("42", "20042"), ("15042", "23042"), ("11999", "31999"), ("12000", "20000")])
 def test_launched_by_srun(job: str, port: str) -> None:
@@ -76,6 +90,24 @@ def test_launched_by_srun(job: str, port: str) -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": port,
     }
+
+
+def test_ranks_dealt_out_to_nodes_one_by_one_are_refused() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
+    assert launched(step | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"}) is not None
+    with pytest.raises(BadInputError, match=r"rank 2 on node 0.* --distribution=block"):
+        launched(step | {"SLURM_PROCID": "2", "SLURM_NODEID": "0"})
+    # Nodes with different numbers of tasks say nothing.
+    assert launched(step | {"SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1,3"}) is not None
+
+
+def test_a_shell_of_several_tasks_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40000"}
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    assert launched(shell) is None
+    # A step that is started from such a shell inherits its variables, and has no terminal.
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
+    assert launched(shell) is not None
 
 
 OPEN_MPI = {

@@ -1,5 +1,6 @@
 """A hang of GPUs is put down to the rank that has not queued what the others wait in."""
 
+import re
 import subprocess
 import sys
 import time
@@ -140,6 +141,17 @@ def test_the_watchdog_names_the_late_rank() -> None:
     assert "the others wait in reduce_scatter for rank 1 on" in ended.stderr
     assert "which stopped after step 3, in computing" in ended.stderr
     assert ended.stderr.endswith("; the same command resumes from the newest checkpoint, if there is one\n")
+
+
+def test_ranks_that_do_not_connect_blame_none_of_them() -> None:
+    hanging = (
+        HANGING.replace("MOVING", "0").replace('"computing", 3', "CONNECTING").replace('"all_reduce", 3', "CONNECTING")
+    )
+    hanging = hanging.replace("import Watchdog", "import CONNECTING, Watchdog")
+    ended = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.search(r"the ranks have not connected for [\d.]+ s; NCCL_DEBUG=INFO shows where NCCL", ended.stderr)
+    assert "rank 1" not in ended.stderr
 
 
 def test_a_step_whose_collectives_complete_does_not_hang() -> None:

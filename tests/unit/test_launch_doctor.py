@@ -1,6 +1,7 @@
 """The doctor distinguishes NVIDIA's apex from PyPI's package of that name, and working parts from broken ones."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -73,13 +74,30 @@ def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_gpus_set_what_the_user_has_not(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     set_gpu_variables(world)
-    alone = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    alone = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TRITON_CACHE_DIR": f"{tempfile.gettempdir()}/triton_{os.getuid()}",
+    }
     several = {
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_FR_BUFFER_SIZE": "20000",
     }
     assert os.environ == alone | (several if world > 1 else {})
+
+
+@pytest.mark.parametrize(("by_agent", "given", "found"), [(True, "1", "0"), (True, "3", "3"), (False, "1", "1")])
+def test_ranks_of_torchrun_leave_the_end_of_a_run_to_the_watchdog(
+    by_agent: bool, given: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's agent gives its ranks a 1 where the user has set nothing.
+    started = {"TORCHELASTIC_RUN_ID": "none"} if by_agent else {}
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": given} | started)
+    set_gpu_variables(2)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found
 
 
 def test_an_amd_gpu_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:

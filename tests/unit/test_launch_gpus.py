@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
+from llmtrain.comm.environment import Launched
 from llmtrain.launch import gpus
 from llmtrain.launch.gpus import cluster_of_gpus, gpu_memory_problem, least_capability
 from llmtrain.plan.facts import Facts
@@ -37,6 +38,38 @@ def test_the_oldest_card_counts(
 ) -> None:
     give_tool(said, tmp_path, monkeypatch)
     assert least_capability() == least
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "asked"),
+    [
+        (None, "PCI_BUS_ID", []),
+        ("", "PCI_BUS_ID", []),
+        ("1,2", "PCI_BUS_ID", ["--id=1,2"]),
+        # CUDA's order is another one then.
+        ("1,2", None, []),
+        ("GPU-1a,GPU-2b", None, ["--id=GPU-1a,GPU-2b"]),
+    ],
+)
+def test_hidden_cards_do_not_count(visible: str | None, order: str | None, asked: list[str]) -> None:
+    given = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
+    assert gpus._visible({name: value for name, value in given.items() if value is not None}) == asked
+
+
+@pytest.mark.parametrize(("here", "said"), [(1, "srun has started 1 of the 8 ranks"), (8, None), (9, None)])
+def test_gpus_without_a_rank_are_told(here: int, said: str | None) -> None:
+    found = gpus.idle_gpus(8, Launched("srun", 0, 0, 4 * here, here, {}))
+    assert found is None if said is None else said in str(found)
+
+
+def test_triton_needs_a_compiler_and_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    assert "need a C compiler" in str(gpus.triton_problem())
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert f"{tmp_path} has none; apt install python3-dev" in str(gpus.triton_problem())
+    (tmp_path / "Python.h").touch()
+    assert gpus.triton_problem() is None
 
 
 def test_without_the_tool_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

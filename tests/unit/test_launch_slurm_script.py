@@ -80,10 +80,22 @@ def test_what_a_site_adds() -> None:
 
 def test_containers() -> None:
     image = Container(image="my image.sif", mounts=("/data", "/a:/b"))
-    inside = "apptainer exec --nv --bind /data --bind /a:/b 'my image.sif' /env/bin/python -m llmtrain run"
+    # The runs are below one of the mounts, and the folder of relative paths is not.
+    here = Path.cwd()
+    binds = f"--bind /data --bind /a:/b --bind {here} --pwd {here}"
+    inside = f"apptainer exec --nv {binds} 'my image.sif' /env/bin/python -m llmtrain run"
     assert lines(render(JOB, Site(container=image)), "set -- ")[0].startswith(inside)
     script = render(JOB, Site(container=replace(image, runtime="pyxis")))
-    assert lines(script, "srun_options=") == ["('--container-image=my image.sif' --container-mounts=/data:/data,/a:/b)"]
+    mounts = f"/data:/data,/a:/b,{here}:{here}"
+    image_and_folder = f"'--container-image=my image.sif' --container-workdir={here}"
+    assert lines(script, "srun_options=") == [f"({image_and_folder} --container-mounts={mounts})"]
+
+
+def test_a_container_has_the_runs_folder() -> None:
+    # Inside, /data is not the folder that the runs are in.
+    image = Container(image="x", runtime="pyxis", mounts=("/data:/elsewhere",))
+    mounts = f"'--container-mounts=/data:/elsewhere,{Path.cwd()}:{Path.cwd()},/data/my runs:/data/my runs'"
+    assert mounts in lines(render(JOB, Site(container=image)), "srun_options=")[0]
 
 
 def test_seeds_are_runs_of_their_own() -> None:
@@ -129,7 +141,12 @@ def job(tmp_path: Path) -> Path:
 
 
 def start(job: Path, ends: str, state: str = "JobState=RUNNING Reason=None", **variables: str) -> subprocess.Popen[str]:
-    slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4"}
+    slurm = {
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURM_TASKS_PER_NODE": "4(x2)",
+    }
     environment = {
         **os.environ, "PATH": f"{job.parent}:{os.environ['PATH']}", "NOTES": str(job.parent), "ENDS": ends,
         "STATE": state, "PLUGIN": "task/none", **slurm, **variables,
@@ -198,10 +215,16 @@ def test_a_job_of_a_chain_leaves_it_to_the_next(job: Path) -> None:
     assert not requeued(job)
 
 
+def test_torchrun_is_left_out(job: Path) -> None:
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", command=("/env/bin/torchrun", "train")), Site()))
+    assert end(start(job, "0")) == 2
+    assert not (job.parent / "started").exists()
+
+
 def test_how_ranks_are_started(job: Path) -> None:
     end(start(job, "0"))
     recipe = job.parent / "a run" / "slurm" / "5.yaml"
-    plain = f"--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --mpi=pmix train a b {recipe}\n"
+    plain = f"--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --distribution=block --mpi=pmix train a b {recipe}\n"
     assert (job.parent / "started").read_text() == plain
     assert recipe.read_text() == RECIPE
     end(start(job, "0", PLUGIN="task/cgroup,task/affinity", SLURM_CPUS_PER_TASK="3"))

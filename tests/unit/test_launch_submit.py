@@ -256,6 +256,12 @@ def test_status_tells_what_was_edited_since(recipe: Path, monkeypatch: pytest.Mo
     assert statuses([job.folder])[0].detail == "all steps done"
 
 
+def test_a_job_submitted_from_a_job_has_nothing_of_it() -> None:
+    shell = {"PATH": "/bin", "SLURM_CONF": "/etc/s.conf", "SLURM_CPUS_PER_TASK": "6"}
+    assert queue._without_job(shell) == shell
+    assert queue._without_job(shell | {"SLURM_JOB_ID": "5"}) == {"PATH": "/bin", "SLURM_CONF": "/etc/s.conf"}
+
+
 def test_a_container_has_the_files(recipe: Path) -> None:
     """What the recipe names is there, so that only the rest is checked."""
     site = "{ranks_per_node: 4, container: {image: x.sif}}"

@@ -1,18 +1,27 @@
 # Runs a command on every rank of a Slurm job, makes it save before the time limit, and requeues the job.
 #
-# For your own batch scripts; the scripts of `llmtrain submit` contain the same lines. End your script with:
+# For your own batch scripts; the scripts of `llmtrain submit` contain the same lines. Your script begins with these
+# options, as sbatch reads none after the first command, and ends with the exec line:
 #
 #     #SBATCH --nodes=2 --ntasks-per-node=4 --signal=B:USR1@300 --requeue --open-mode=append
 #     exec bash tools/slurm/train_and_requeue.sh llmtrain run recipe.yaml
 #
 # With requeue=no in the environment, the next job of a chain resumes the run instead.
 
-cpus=${SLURM_CPUS_PER_TASK:-$((${SLURM_CPUS_ON_NODE:-1} / ${SLURM_NTASKS_PER_NODE:-1}))}
+# The tasks of the first node, of a list such as 4(x2),3.
+tasks=${SLURM_TASKS_PER_NODE%%[(,]*}
+cpus=${SLURM_CPUS_PER_TASK:-$((${SLURM_CPUS_ON_NODE:-1} / ${tasks:-1}))}
 cpus=$((cpus > 0 ? cpus : 1))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cpus}
 
-# Bind each rank to its own adjacent cores if Slurm can, and to local memory if there are several NUMA nodes.
-bind=()
+if [ "${1##*/}" = torchrun ]; then
+  echo "leave out torchrun: Slurm starts a rank for each task, and torchrun does not pass on the signal to save" >&2
+  exit 2
+fi
+
+# Neighbouring ranks are on one node. Bind each to its own adjacent cores if Slurm can, and to local memory if there are
+# several NUMA nodes.
+bind=(--distribution=block)
 if scontrol show config 2> /dev/null | grep -q '^TaskPlugin .*affinity'; then
   bind=(--cpu-bind=cores --distribution=block:block)
   [ -d /sys/devices/system/node/node1 ] && bind+=(--mem-bind=local)

@@ -62,14 +62,45 @@ def heed_launcher() -> None:
 
 def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
-        return _launched(by, environment, environment.get("LOCAL_WORLD_SIZE"), {})
+        by = "llmtrain" if LAUNCHER_PID in environment else "srun" if _leaves_out(environment) else "torchrun"
+        per_node = _tasks_per_node(environment) if by == "srun" else environment.get("LOCAL_WORLD_SIZE")
+        return _launched(by, environment, per_node, {"LOCAL_WORLD_SIZE": per_node} if by == "srun" and per_node else {})
     # mpirun first: inside a Slurm job it starts its processes through srun, and ranks inherit srun's variables.
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return _from_open_mpi(environment)
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and not _is_shell(environment):
         return _from_slurm(environment)
     return None
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether this process has the terminal of `srun --pty`, as a shell on a node has, and is no task of a
+    step: in a shell with several tasks, the others have ended."""
+    return "SLURM_PTY_PORT" in environment and os.isatty(0)
+
+
+def _leaves_out(environment: Mapping[str, str]) -> bool:
+    """Return whether a script or a container's hook has set RANK under srun, and has left out LOCAL_WORLD_SIZE."""
+    is_task = environment.get("SLURM_STEP_NUM_TASKS") == environment["WORLD_SIZE"]
+    return is_task and "LOCAL_WORLD_SIZE" not in environment
+
+
+def _check_order(environment: Mapping[str, str]) -> None:
+    """Raise BadInputError where Slurm has dealt out tasks to nodes one by one: neighbouring ranks, which communicate
+    most, would be on different nodes."""
+    even = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node, rank = environment.get("SLURM_NODEID"), environment["SLURM_PROCID"]
+    if even and node is not None and int(rank) // int(even[1]) != int(node):
+        raise BadInputError(
+            f"srun has put rank {rank} on node {node}, though each node has {even[1]} ranks; start the run with srun "
+            "--distribution=block, or unset SLURM_DISTRIBUTION"
+        )
+
+
+def _tasks_per_node(environment: Mapping[str, str]) -> str | None:
+    """Return the tasks of a job step on its first node. Slurm gives those of each node, as in `4(x2),3`."""
+    found = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return found and found[0]
 
 
 def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
@@ -106,10 +137,10 @@ def _from_slurm(environment: Mapping[str, str]) -> Launched:
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", ""))),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
-    # The tasks on each node, as in `4(x2),3`.
-    per_node = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    variables |= {"LOCAL_WORLD_SIZE": per_node[0]} if per_node else {}
-    return _launched("srun", variables, per_node and per_node[0], variables)
+    _check_order(environment)
+    per_node = _tasks_per_node(environment)
+    variables |= {"LOCAL_WORLD_SIZE": per_node} if per_node else {}
+    return _launched("srun", variables, per_node, variables)
 
 
 def _launched(by: str, place: Mapping[str, str], per_node: str | None, variables: Mapping[str, str]) -> Launched:

@@ -21,7 +21,7 @@ from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import gloo_over, group_options
-from llmtrain.comm.watchdog import Watchdog
+from llmtrain.comm.watchdog import CONNECTING, Watchdog
 from llmtrain.errors import RunFailedError
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 
@@ -191,11 +191,12 @@ def connect(
         torch.cuda.set_device(device)
     if layout.world == 1:
         return Ranks(0, 0, layout, device)
-    store, rank = _meet(timeout)
+    store, own, rank = _meet(timeout)
     activity = Activity(rank, os.environ.get(CRASH_NOTES))
-    own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted, recorder_of(backend))
+    _check_device(store, rank, device.type)
+    activity.record(CONNECTING)
     card = card_of(cluster, [range(layout.world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
         # NCCL reads it once, for the rendezvous and for sockets. "=" asks for an exact match of the name.
@@ -217,10 +218,12 @@ def connect(
     return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
 
 
-def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
-    """Return the store that all ranks share, and this process's rank."""
+def _meet(timeout: timedelta) -> tuple[dist.Store, dist.Store, int]:
+    """Return the store that all ranks share, a part of it with a connection of its own for the watchdog, and this
+    process's rank."""
     try:
         store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -231,7 +234,21 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int]:
             f"rank {os.environ.get('RANK')} waited {timeout.total_seconds():g} s (train.timeout) in vain for others "
             f"at {where} (MASTER_ADDR, MASTER_PORT); see whether all ranks were started and reach that address"
         ) from error
-    return store, rank
+    return store, own, rank
+
+
+def _check_device(store: dist.Store, rank: int, kind: str) -> None:
+    """Raise RunFailedError if this rank computes on another kind of device than rank 0. They would wait for each other
+    in different libraries."""
+    if rank == 0:
+        store.set("kind of device", kind)
+    main = store.get("kind of device").decode()
+    if kind != main:
+        found, there = ("no GPU", "has one") if kind == "cpu" else ("a GPU", "has none")
+        raise RunFailedError(
+            f"rank {rank} on {socket.gethostname()} finds {found}, and rank 0 {there}; see what nvidia-smi says on "
+            "both machines, or hide all GPUs (CUDA_VISIBLE_DEVICES=) to train on processors"
+        )
 
 
 def with_watchdog(ranks: Ranks, timeout: timedelta) -> Ranks:

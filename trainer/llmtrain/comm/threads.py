@@ -2,15 +2,19 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 
 import psutil
 
 THREADS = "OMP_NUM_THREADS"
 
-# Set for ranks that torch's elastic agent has started, for torchrun or for our own launcher.
 _BY_AGENT = "TORCHELASTIC_RUN_ID"
+
+
+def started_by_agent(environment: Mapping[str, str]) -> bool:
+    """Return whether torch's elastic agent has started this rank, for torchrun or for our own launcher."""
+    return _BY_AGENT in environment
 
 
 def set_by_user() -> bool:
@@ -27,7 +31,7 @@ def set_by_user() -> bool:
         process: psutil.Process | None = psutil.Process()
         while process is not None:
             environment = process.environ()
-            if _BY_AGENT not in environment:
+            if not started_by_agent(environment):
                 return THREADS in environment
             if environment.get(THREADS) != given:
                 return True

@@ -30,6 +30,8 @@ ROUNDS = 8
 # Rounds without a beat after which a rank is taken for gone, once another rank has lost contact.
 LOST_ROUNDS = 4
 VERDICT = "verdict"
+# What ranks do before their first collective.
+CONNECTING = "connecting to the other ranks"
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,11 @@ class Watchdog:
         self._still = self._still + 1 if newest == self._newest else 0
         self._newest = newest
         if self._still >= self._patience:
+            if all(beat.state.doing == CONNECTING for beat in beats.values()):
+                self._condemn(
+                    f"the ranks have not connected for {self._spent(self._still)}; {self._connecting_hint()}", []
+                )
+                return
             # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it.
             first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
             whom, late = "the others wait", None
@@ -211,6 +218,15 @@ class Watchdog:
                 f"nothing has moved for {self._spent(self._still)}{where} may take as long, raise train.timeout",
                 [first] if first else [],
             )
+
+    def _connecting_hint(self) -> str:
+        """Return what to look at where ranks start and do not connect."""
+        if self._recorder is None:
+            return "see whether their machines reach each other, or raise train.timeout"
+        return (
+            "NCCL_DEBUG=INFO shows where NCCL waits: often for a network that joins not all machines "
+            "(NCCL_SOCKET_IFNAME sets it), or for GPUs that cannot reach each other (NCCL_P2P_DISABLE=1)"
+        )
 
     def _guard(self) -> None:
         """End this process when the store, which the first rank or its launcher holds, no longer answers."""

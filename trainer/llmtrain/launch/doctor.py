@@ -15,7 +15,7 @@ from typing import Literal
 from llmtrain_data import units
 
 from llmtrain.cluster.memory import machine_memory
-from llmtrain.launch.gpus import gpu_variables, other_variables
+from llmtrain.launch.gpus import gpu_variables, other_variables, triton_problem
 
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
@@ -146,7 +146,10 @@ def _flash() -> Iterator[Finding]:
         advice = (
             "pip install flash-attn --no-build-isolation" if name == "flash-attn" else "comes with torch's GPU builds"
         )
-        yield Finding(name, "ok", found) if found else Finding(name, "absent", "GPU kernels; not installed", advice)
+        if found and name == "triton" and (problem := triton_problem()):
+            yield Finding(name, "wrong", f"{found}, but {problem.partition('; ')[0]}", problem.partition("; ")[2])
+        else:
+            yield Finding(name, "ok", found) if found else Finding(name, "absent", "GPU kernels; not installed", advice)
 
 
 def _apex() -> Finding:

@@ -2,18 +2,25 @@
 
 import os
 import re
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import gettempdir
 
 from llmtrain_data import units
 
 from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
 from llmtrain.cluster.memory import machine_memory, stated_memory
 from llmtrain.comm.environment import Launched
+from llmtrain.comm.threads import started_by_agent
 from llmtrain.errors import BadInputError
 
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+_ABORTS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MONITORS = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 # Collectives that the flight recorder keeps: some steps of a tensor-parallel model. By default, it keeps 2,000.
 _RECORDED = 20_000
 # Seconds that the driver's tool has to answer. It takes some where no process keeps the driver loaded.
@@ -39,28 +46,45 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
         )
 
 
+def idle_gpus(gpus: int, place: Launched) -> str | None:
+    """Return a sentence if a launcher has started fewer ranks on this machine than it has GPUs, else None."""
+    if place.ranks_per_node >= gpus:
+        return None
+    return (
+        f"{place.by} has started {place.ranks_per_node} of the {gpus} ranks that this machine's GPUs could take, so "
+        "the other GPUs are idle; start one for each (srun --ntasks-per-node, torchrun --nproc_per_node)"
+    )
+
+
 def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 
-    CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
-    a stream for each lane, each communicator and each direction of its copies. PYTORCH_ALLOC_CONF: with segments that
-    grow, memory that sizes of other steps have split can be used again; torch has none for AMD. Of several ranks:
-    TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each, so torch need not warn that they
-    wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank that has lost another one, before
-    the watchdog names that one and ends the run. TORCH_FR_BUFFER_SIZE: collectives that the flight recorder keeps.
-    CUBLAS_WORKSPACE_CONFIG: with workspaces of fixed sizes, products on several streams have the same bits in every run
-    (cuBLAS documentation, "Results reproducibility").
+    CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank
+    has a stream for each lane, each communicator and each direction of its copies. PYTORCH_ALLOC_CONF: with
+    segments that grow, memory that sizes of other steps have split can be used again; torch has none for AMD.
+    TRITON_CACHE_DIR: compiled kernels, on a disk of this machine, as torch.compile has its own there; by default
+    they are in the home folder, where file systems of networks fail if many ranks write at the same time. Of
+    several ranks: TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each, so torch need
+    not warn that they wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank that has
+    lost another one, before the watchdog names that one and ends the run. TORCH_NCCL_ENABLE_MONITORING,
+    TORCH_NCCL_DUMP_ON_TIMEOUT: nor one that has waited long, such as in a job that was suspended.
+    TORCH_FR_BUFFER_SIZE: collectives that the flight recorder keeps. CUBLAS_WORKSPACE_CONFIG: with workspaces of
+    fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation, "Results
+    reproducibility").
     """
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TRITON_CACHE_DIR": f"{gettempdir()}/triton_{os.getuid()}"}
     if "rocm" not in version("torch"):
         found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if world > 1:
-        found |= {_P2P_WARNING: "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
+        found |= dict.fromkeys((_P2P_WARNING, _ABORTS, *_MONITORS), "0") | {"TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
 
 
 def set_gpu_variables(world: int, deterministic: bool = False) -> None:
     """Set the variables that the user has not set. Call it before CUDA starts."""
+    if started_by_agent(os.environ) and os.environ.get(_ABORTS) == "1":
+        # torch's agent sets this where the user has not.
+        del os.environ[_ABORTS]
     for name, value in gpu_variables(world, deterministic).items():
         os.environ.setdefault(name, value)
 
@@ -70,6 +94,19 @@ def least_capability() -> tuple[int, int] | None:
     CUDA, which would take memory of a GPU."""
     found = re.findall(r"^(\d+)\.(\d+)$", _asked("compute_cap"), re.MULTILINE)
     return min(((int(major), int(minor)) for major, minor in found), default=None)
+
+
+def triton_problem() -> str | None:
+    """Return why Triton cannot load its kernels here, None if it can: it compiles a part of its own at its first
+    start."""
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+        return "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return (
+            f"Triton's kernels need Python.h, and {sysconfig.get_path('include')} has none; apt install python3-dev, "
+            "or take a Python that has it"
+        )
+    return None
 
 
 def gpu_memory_problem(cluster: Cluster | None) -> str | None:
@@ -109,11 +146,19 @@ def _gibibytes(size: float) -> str:
 
 def _asked(what: str) -> str:
     """Return what NVIDIA's driver says of each GPU, a line for each; nothing without it."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", *_visible(os.environ)]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def _visible(environment: Mapping[str, str]) -> list[str]:
+    """Return the driver's option for the GPUs that the user has not hidden, nothing where their numbers may be others
+    than the driver's."""
+    given = environment.get("CUDA_VISIBLE_DEVICES", "")
+    by_driver = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or given.startswith("GPU-")
+    return [f"--id={given}"] if given and by_driver else []
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from llmtrain_data.files import allow_many_files
 from llmtrain_data.output import say
 from llmtrain_data.waiting import loading
 from llmtrain_kernels.attention.choice import PACKAGES, is_installed
@@ -17,7 +18,15 @@ from llmtrain.checkpoint.folder import check_start, step_folders, step_of
 from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
-from llmtrain.launch.gpus import check_gpus, cluster_of_gpus, gpu_memory_problem, least_capability, set_gpu_variables
+from llmtrain.launch.gpus import (
+    check_gpus,
+    cluster_of_gpus,
+    gpu_memory_problem,
+    idle_gpus,
+    least_capability,
+    set_gpu_variables,
+    triton_problem,
+)
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
 from llmtrain.plan.facts import Facts
@@ -49,6 +58,8 @@ def start(
     if as_json and not dry_run:
         raise BadInputError("--json is given without --dry-run; add it, or leave --json out and read metrics.jsonl")
     heed_launcher()
+    # The first rank has several sockets for each of the others.
+    allow_many_files()
     place = launched(os.environ, nproc)
     with _reported_once(place):
         recipe = load_recipe(name, overrides)
@@ -67,13 +78,20 @@ def start(
     too_much = None if force else machine_refusal(recipe, named, plan)
     too_small = gpu_memory_problem(given_cluster(recipe.cluster)) if gpus and not force else None
     volumes = offload_problem(plan, facts.ranks_per_node or facts.world)
-    mine = (_mpi_problem(plan, place), _attention_problem(plan, facts), _kernels_problem(plan))
+    mine = (
+        _mpi_problem(plan, place),
+        _attention_problem(plan, facts),
+        _kernels_problem(plan),
+        triton_problem() if gpus and facts.triton else None,
+    )
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *problems], as_json)
         return
     check_gpus(gpus, place, facts.world)
+    if place is not None and place.is_first and (idle := idle_gpus(gpus, place)):
+        say(f"llmtrain: {idle}", err=True)
     set_gpu_variables(facts.world, plan.training.deterministic)
     with _reported_once(place):
         if problems:

@@ -22,6 +22,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.training.attention import quickest, take_planned
 from llmtrain.training.loop import train
 from llmtrain.training.open_choices import OpenChoices
+from llmtrain.training.same_plan import check_same_plan
 from llmtrain.training.stage_speeds import measure, splits_by_speed
 
 
@@ -38,6 +39,7 @@ def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launche
         take_deterministic_kernels()
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
+        check_same_plan(plan, ranks)
         threads = _take_threads(plan, ranks, bound)
         if bound is not None:
             said.append(f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}")

@@ -1,7 +1,8 @@
 """Slurm's commands: submit a job, and query its state."""
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def submit(script: Path, after: Sequence[str] = ()) -> str:
     if after:
         command += [f"--dependency=afternotok:{':'.join(after)}", "--kill-on-invalid-dep=yes"]
     try:
-        done = subprocess.run([*command, str(script)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, str(script)], capture_output=True, text=True, check=False, env=_without_job(os.environ)
+        )
     except FileNotFoundError:
         raise BadInputError(
             "there is no sbatch here; submit where Slurm is, or use --dry-run to see the script"
@@ -46,6 +49,15 @@ def submit(script: Path, after: Sequence[str] = ()) -> str:
         raise RunFailedError(f"sbatch refused {script}: {said}")
     # sbatch may append `;` and the cluster's name.
     return done.stdout.strip().partition(";")[0]
+
+
+def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what Slurm has set for the job that it is part of, if any, which a new job would
+    take for its own, such as SLURM_CPUS_PER_TASK."""
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    return {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in kept}
 
 
 def jobs(numbers: Sequence[str]) -> dict[str, QueuedJob] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import llmtrain
 from llmtrain.errors import BadInputError
-from llmtrain.launch.slurm.config import Site
+from llmtrain.launch.slurm.config import Container, Site
 from llmtrain.yaml.shown import shown
 
 INDEX = "$SLURM_ARRAY_TASK_ID"
@@ -142,7 +142,7 @@ def render(job: BatchJob, site: Site) -> str:
         f"recipe={job.recipe_file}",
         f"cat > \"$recipe\" <<'{_END}' || exit 1",
         f"{job.recipe.text}{_END}",
-        f"srun_options=({' '.join(map(shlex.quote, _srun_options(site)))})",
+        f"srun_options=({' '.join(map(shlex.quote, _srun_options(job, site)))})",
         f"set -- {' '.join(_command(job, site))}",
         "",
     ]
@@ -184,20 +184,33 @@ def _options(job: BatchJob, site: Site) -> Iterator[str]:
     yield from map(shlex.quote, site.sbatch)
 
 
-def _srun_options(site: Site) -> list[str]:
+def _srun_options(job: BatchJob, site: Site) -> list[str]:
     options = list(site.srun)
     if site.container is not None and site.container.runtime == "pyxis":
-        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in site.container.mounts]
-        options.append(f"--container-image={site.container.image}")
-        options += [f"--container-mounts={','.join(mounts)}"] if mounts else []
+        mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in _mounts(job, site.container)]
+        # A container would start in its image's folder, and be gone with all that a run writes there.
+        options += [f"--container-image={site.container.image}", f"--container-workdir={Path.cwd()}"]
+        options.append(f"--container-mounts={','.join(mounts)}")
     return options
+
+
+def _mounts(job: BatchJob, container: Container) -> list[str]:
+    """Return the container's mounts, with the folder that relative paths begin at and that of the runs, where no other
+    mount has them at the same place."""
+    same = [Path(mount) for mount in container.mounts if ":" not in mount]
+    added = list[Path]()
+    for folder in (Path.cwd(), job.folder.parent):
+        if not any(folder.is_relative_to(other) for other in (*same, *added)):
+            added.append(folder)
+    return [*container.mounts, *map(str, added)]
 
 
 def _command(job: BatchJob, site: Site) -> Iterator[str]:
     if site.container is not None and site.container.runtime == "apptainer":
         # --nv mounts the GPU's libraries, and only warns if there are none.
         yield "apptainer exec --nv"
-        yield from (f"--bind {shlex.quote(mount)}" for mount in site.container.mounts)
+        yield from (f"--bind {shlex.quote(mount)}" for mount in _mounts(job, site.container))
+        yield f"--pwd {shlex.quote(str(Path.cwd()))}"
         yield shlex.quote(site.container.image)
     yield from map(shlex.quote, job.command)
     yield '"$recipe"'
