@@ -63,12 +63,13 @@ def test_gpus_without_a_rank_are_told(here: int, said: str | None) -> None:
 
 
 def test_triton_needs_a_compiler_and_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "own"))
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
     assert "need a C compiler" in str(gpus.triton_problem())
     monkeypatch.setattr(gpus.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert f"{tmp_path} has none; apt install python3-dev" in str(gpus.triton_problem())
+    assert f"{tmp_path}/own has none; apt install python3-dev" in str(gpus.triton_problem())
     (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path}")
     assert gpus.triton_problem() is None
 
 

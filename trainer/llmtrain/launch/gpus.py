@@ -101,12 +101,17 @@ def triton_problem() -> str | None:
     start."""
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
         return "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return (
-            f"Triton's kernels need Python.h, and {sysconfig.get_path('include')} has none; apt install python3-dev, "
-            "or take a Python that has it"
-        )
-    return None
+    # As Triton does: Debian's own scheme names a folder without headers.
+    own = sysconfig.get_path("include", "posix_prefix")
+    others = [
+        folder for name in ("CPATH", "C_INCLUDE_PATH") for folder in os.environ.get(name, "").split(":") if folder
+    ]
+    if any(Path(folder, "Python.h").exists() for folder in (own, *others)):
+        return None
+    return (
+        f"Triton's kernels need Python.h, and {own} has none; apt install python3-dev, or take a Python that has it "
+        "(CPATH may name its folder)"
+    )
 
 
 def gpu_memory_problem(cluster: Cluster | None) -> str | None:
