@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from llmtrain.plan.facts import Facts
+from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.per_rank.replica_groups import all_replica_groups, replica_groups
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.make import make_plan
@@ -59,3 +59,13 @@ def test_which_groups_there_are(plan: Plan, names: list[str]) -> None:
     for groups in every.values():
         held = [rank for group in groups for rank in group]
         assert len(held) == len(set(held))
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "averaged"), [("cuda", "fp32", True), ("cuda", "bf16", False), ("cpu", "fp32", False)]
+)
+def test_nccl_s_sums_of_fp32_are_made_equal(device: Device, compute: str, averaged: bool, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    keys = ["quantize.gradients=none", f"precision.compute={compute}"]
+    plan = make_plan(load_recipe(str(tmp_path / "tiny.yaml"), keys), Facts(world=8, device=device))
+    assert ("stage" in all_replica_groups(plan)) is averaged

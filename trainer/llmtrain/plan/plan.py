@@ -207,6 +207,14 @@ class Plan:
         """Bytes of an element of gradients in a buffer before their reduction."""
         return self.gradient_bytes if self.sums_runs else self.compute_bytes
 
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether tensor-parallel ranks take the mean of their gradients of TP-replicated parameters, which would
+        differ: rounding of packed gradients depends on the rest of a block, and NCCL chooses the order of its fp32 sums
+        for each group."""
+        differ = self.sharding.quantization.gradients or (self.device == "cuda" and self.compute == "fp32")
+        return bool(differ) and self.grid.degree(Axis.TENSOR) > 1
+
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the stages of a rank of the run, by chunk."""
         return self.pipeline.stages[self.grid.coordinate(rank, Axis.PIPELINE)]

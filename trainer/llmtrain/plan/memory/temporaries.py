@@ -19,14 +19,14 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
 
     In the compute dtype, autograd holds one parameter's gradient until it is added; a GPU keeps a unit's small ones.
     That of an embedding which is also the output matrix waits from the head's backward pass to the embedding's. After
-    the last backward pass, quantized runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
+    the last backward pass, some runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
     """
     held = {unit.name: _held(unit, plan.device) for unit in role.units}
     tied = plan.model.tie_embeddings and {"embedding", "head"} <= held.keys()
     waiting = held.pop("embedding") if tied else 0
     gradient = (waiting + max(held.values())) * plan.compute_bytes
     averaged = 0
-    if plan.sharding.quantization.gradients and plan.grid.degree(Axis.TENSOR) > 1:
+    if plan.averages_replicas:
         averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
     return max(gradient, averaged)
 

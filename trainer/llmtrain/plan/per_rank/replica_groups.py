@@ -1,9 +1,8 @@
 """The groups of ranks beyond the data-parallel ones that hold the same parameters. No torch in here.
 
 partial: the tensor-parallel ranks, each of which has a part of the gradients of TP-replicated parameters (sequence
-parallelism). stage: all ranks of a pipeline stage, if gradients are packed: rounding depends on the rest of a block, so
-the gradients of TP-replicated parameters would differ. tied: the ranks of the first and the last stage that hold the
-two copies of a tied embedding.
+parallelism). stage: all ranks of a pipeline stage, if their gradients of TP-replicated parameters would differ. tied:
+the ranks of the first and the last stage that hold the two copies of a tied embedding.
 """
 
 from collections.abc import Mapping
@@ -45,6 +44,6 @@ def _axes(plan: Plan) -> Mapping[ReplicaGroup, tuple[Axis, ...]]:
     found: dict[ReplicaGroup, tuple[Axis, ...]] = {}
     if plan.sequence_parallel:
         found["partial"] = copies
-    if plan.sharding.quantization.gradients:
+    if plan.averages_replicas:
         found["stage"] = (Axis.DATA, *copies)
     return found

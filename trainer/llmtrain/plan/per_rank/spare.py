@@ -38,7 +38,7 @@ def _complete_early(plan: Plan, rank: int, unit: UnitSpec, bucket: Bucket) -> bo
         return False
     if tensor > 1 and plan.sequence_parallel and placement.degrees.ranks == 1:
         return False
-    if tensor > 1 and plan.sharding.quantization.gradients:
+    if plan.averages_replicas:
         # The gradients of TP-replicated parameters, at the unit's end, are made equal at the end of the passes.
         padded = placement.padded(unit.numel)
         place = plan.grid.coordinate(rank, *placement.axes)
