@@ -45,7 +45,7 @@ def test_the_group_of_all_ranks_has_one_timeout(nccl: None, monkeypatch: pytest.
     given = dict[str, Any]()
     monkeypatch.setattr(ranks, "device_of", lambda local: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(ranks, "_meet", lambda timeout: (dist.HashStore(), 0))
+    monkeypatch.setattr(ranks, "_meet", lambda timeout: (dist.HashStore(), dist.HashStore(), 0))
     monkeypatch.setattr(ranks, "Watchdog", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     ranks.connect(Layout({Axis.DATA: 2}), timeout=MINUTE)
