@@ -80,6 +80,7 @@ PARALLEL = {
     "tensor": Case(2, tensor=2),
     "tensor, sequence": Case(2, (SEQUENCE,), tensor=2),
     "tensor, stage 3": Case(4, (_stage(3),), tensor=2),
+    "tensor, stage 1, fp32": Case(4, (_stage(1), FP32), tensor=2),
     "tensor, sequence, stage 3": Case(4, (_stage(3), SEQUENCE, LLAMA, "model.kv_heads=4"), tensor=2),
     "tensor, sequence, stage 1, int8": Case(4, (_stage(1), INT8, SEQUENCE), tensor=2),
     "tensor, sequence, stage 3, int4": Case(4, (_stage(3), INT4, SEQUENCE), tensor=2),
