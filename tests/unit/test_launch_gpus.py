@@ -60,6 +60,8 @@ def test_hidden_cards_do_not_count(visible: str | None, order: str | None, asked
 def test_gpus_without_a_rank_are_told(here: int, said: str | None) -> None:
     found = gpus.idle_gpus(8, Launched("srun", 0, 0, 4 * here, here, {}))
     assert found is None if said is None else said in str(found)
+    # --nproc asked for as many.
+    assert gpus.idle_gpus(8, Launched("llmtrain", 0, 0, 1, 1, {})) is None
 
 
 def test_triton_needs_a_compiler_and_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

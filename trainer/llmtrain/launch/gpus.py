@@ -47,8 +47,9 @@ def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
 
 
 def idle_gpus(gpus: int, place: Launched) -> str | None:
-    """Return a sentence if a launcher has started fewer ranks on this machine than it has GPUs, else None."""
-    if place.ranks_per_node >= gpus:
+    """Return a sentence if a launcher has started fewer ranks on this machine than it has GPUs, else None: also where
+    --nproc asked for as many."""
+    if place.ranks_per_node >= gpus or place.by == "llmtrain":
         return None
     return (
         f"{place.by} has started {place.ranks_per_node} of the {gpus} ranks that this machine's GPUs could take, so "
@@ -61,9 +62,7 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
 
     CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank
     has a stream for each lane, each communicator and each direction of its copies. PYTORCH_ALLOC_CONF: with
-    segments that grow, memory that sizes of other steps have split can be used again; torch has none for AMD.
-    TRITON_CACHE_DIR: compiled kernels, on a disk of this machine, as torch.compile has its own there; by default
-    they are in the home folder, where file systems of networks fail if many ranks write at the same time. Of
+    segments that grow, memory that sizes of other steps have split can be used again; torch has none for AMD. Of
     several ranks: TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each, so torch need
     not warn that they wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank that has
     lost another one, before the watchdog names that one and ends the run. TORCH_NCCL_ENABLE_MONITORING,
@@ -72,7 +71,7 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation, "Results
     reproducibility").
     """
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TRITON_CACHE_DIR": f"{gettempdir()}/triton_{os.getuid()}"}
+    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if "rocm" not in version("torch"):
         found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if world > 1:
@@ -81,7 +80,12 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
 
 
 def set_gpu_variables(world: int, deterministic: bool = False) -> None:
-    """Set the variables that the user has not set. Call it before CUDA starts."""
+    """Set the variables that the user has not set. Call it before CUDA starts.
+
+    TRITON_CACHE_DIR: compiled kernels, on a disk of this machine, as torch.compile has its own there; by default they
+    are in the home folder, where file systems of networks fail if many ranks write at the same time.
+    """
+    os.environ.setdefault("TRITON_CACHE_DIR", f"{gettempdir()}/triton_{os.getuid()}")
     if started_by_agent(os.environ) and os.environ.get(_ABORTS) == "1":
         # torch's agent sets this where the user has not.
         del os.environ[_ABORTS]
@@ -100,7 +104,10 @@ def triton_problem() -> str | None:
     """Return why Triton cannot load its kernels here, None if it can: it compiles a part of its own at its first
     start."""
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
-        return "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC"
+        return (
+            "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC (--force takes "
+            "it as it is)"
+        )
     # As Triton does: Debian's own scheme names a folder without headers.
     own = sysconfig.get_path("include", "posix_prefix")
     others = [
@@ -110,7 +117,7 @@ def triton_problem() -> str | None:
         return None
     return (
         f"Triton's kernels need Python.h, and {own} has none; apt install python3-dev, or take a Python that has it "
-        "(CPATH may name its folder)"
+        "(CPATH may name its folder; --force takes it as it is)"
     )
 
 

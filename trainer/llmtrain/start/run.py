@@ -82,7 +82,7 @@ def start(
         _mpi_problem(plan, place),
         _attention_problem(plan, facts),
         _kernels_problem(plan),
-        triton_problem() if gpus and facts.triton else None,
+        triton_problem() if gpus and facts.triton and not force else None,
     )
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
