@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain_kernels.operators import constant, fake, operator
+from llmtrain_kernels.operators import constant, fake, traced_operator
 
 MIN_MULTIPLICATIONS = 1 << 22
 """Smaller products do not repay oneDNN's higher overhead per call."""
@@ -72,7 +72,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-@operator("product")
+@traced_operator("product")
 def _opaque(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product, opaque to torch.compile, whose own oneDNN lowering requires constant weights."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

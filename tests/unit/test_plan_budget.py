@@ -234,7 +234,7 @@ def test_the_largest_gradient() -> None:
 
 def test_a_gpu_keeps_small_gradients() -> None:
     """Of a block: all but the MLP's first product, which is added while they wait."""
-    plan, budget = made(ranks=1)
+    plan, budget = made("model.hidden=1024", "model.ffn=3072", ranks=1)
     width, ffn = plan.model.hidden, plan.model.ffn
     small = 2 * width + 4 * width**2 + ffn * width
     assert kept(ffn * width)

@@ -1,6 +1,6 @@
 """Which gradients wait for others on a GPU. No torch in here: the planner counts their bytes too."""
 
-KEPT_BELOW = 1 << 20
+KEPT_BELOW = 1 << 22
 """Elements of a gradient from which on a kernel of its own costs less than the memory that it would keep."""
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of
+from llmtrain_kernels.triton_launch import ceil_div, launch
 
 TILE = 2048
 OPTIONS = {"num_warps": 4}
@@ -30,11 +30,10 @@ def accumulate(flat: Tensor, starts: list[int], gradients: list[Tensor], overwri
     first = places[0][0] // TILE
     last = ceil_div(places[-1][0] + places[-1][1].numel(), TILE)
     sizes = tuple(one.numel() for _, one in places)
-    with device_of(flat):
-        _accumulate[(last - first,)](
-            flat, tuple(one for _, one in places), tuple(start for start, _ in places), sizes, first,
-            overwrite=overwrite, tile=TILE, **OPTIONS,
-        )  # fmt: skip
+    launch(
+        _accumulate, (last - first,), flat, tuple(one for _, one in places), tuple(start for start, _ in places), sizes,
+        first, overwrite=overwrite, tile=TILE, **OPTIONS,
+    )  # fmt: skip
 
 
 @fake("accumulate")

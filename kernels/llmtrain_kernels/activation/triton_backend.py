@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of
+from llmtrain_kernels.triton_launch import ceil_div, launch
 
 TILE = 2048
 OPTIONS = {"num_warps": 4}
@@ -62,10 +62,8 @@ def backward_and_sums(x: Tensor, grad: Tensor, kind: str) -> tuple[Tensor, Tenso
     programs = min(ceil_div(rows, SUMMED["group"]), max(1, PROGRAMS // max(1, ranges)))
     partial = x.new_empty(programs, width, dtype=torch.float32)
     if x.numel():
-        with device_of(x):
-            _backward_and_sums[(ranges, programs)](
-                x, grad, grad_x, partial, rows, width, kind=kind, **SUMMED, **OPTIONS
-            )
+        grid = ranges, programs
+        launch(_backward_and_sums, grid, x, grad, grad_x, partial, rows, width, kind=kind, **SUMMED, **OPTIONS)
     return grad_x, partial.sum(0)
 
 
@@ -78,8 +76,7 @@ def _launch(kernel: Any, kind: str, result: Tensor, *tensors: Tensor) -> None:
     # Only SwiGLU depends on where rows begin. For other activations all elements are one row.
     rows, width = result.shape if kind == "swiglu" else (1, result.numel())
     if result.numel():
-        with device_of(result):
-            kernel[(rows * ceil_div(width, TILE),)](*tensors, width, kind=kind, tile=TILE, **OPTIONS)
+        launch(kernel, (rows * ceil_div(width, TILE),), *tensors, width, kind=kind, tile=TILE, **OPTIONS)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """AdamW on a CPU, in C++: one pass over memory, which also writes the weights."""
 
 import functools
-from dataclasses import astuple
 from types import SimpleNamespace
 
 import torch
@@ -60,7 +59,7 @@ def step(
             *_address(written),
             *(None if each is None else each.data_ptr() for each in (sums, squares)),
             divisor,
-            *astuple(factors(numbers)),
+            *factors(numbers),
             master.numel(),
             offset % BLOCK,
             BLOCK,

@@ -1,6 +1,7 @@
 """The numbers of an AdamW step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +36,7 @@ class AdamWStep:
         return divisor if divisor is not None and divisor.device == device else None
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """The numbers of a step that are equal for all elements, in fp64. Backends round them to fp32.
 
     m_share, v_share: the shares of the gradient and of its square in the new moments. v_kept: the share of the old

@@ -5,7 +5,6 @@ weight once: 30 bytes per element with an fp32 gradient and a 16-bit weight.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 
 import triton
 import triton.language as tl
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from llmtrain_kernels.adamw.step import AdamWStep, factors
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of
+from llmtrain_kernels.triton_launch import ceil_div, launch
 
 TILE = 1024
 # No fused multiply-add: products and sums round separately, as in the reference.
@@ -36,7 +35,7 @@ def step(
     given = numbers.decided_on(gradient.device)
     # One of the host is an argument of the launch. Division by 1 changes no bit.
     divisor = 1.0 if given is not None or numbers.gradient_divisor is None else float(numbers.gradient_divisor)
-    _step([*before], [*after], gradient, weight, given, [divisor, *astuple(factors(numbers))], [*changes])
+    _step([*before], [*after], gradient, weight, given, [divisor, *factors(numbers)], [*changes])
 
 
 @operator("adamw", writes=("after", "weight"))
@@ -48,11 +47,10 @@ def _step(
     if not numel:
         return
     places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
-    with device_of(gradient):
-        grid = (ceil_div(numel, TILE),)
-        _adamw[grid](
-            *before, *after, gradient, weight, given, *shares, numel, places, first=FIRST, tile=TILE, **OPTIONS
-        )
+    launch(
+        _adamw, (ceil_div(numel, TILE),), *before, *after, gradient, weight, given, *shares, numel, places, first=FIRST,
+        tile=TILE, **OPTIONS,
+    )  # fmt: skip
 
 
 @fake("adamw")

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain_kernels.attention.choice import FLASH_CHANNELS, PACKAGES, Kernel
 from llmtrain_kernels.heads.op import parted
 from llmtrain_kernels.native import native_functions
-from llmtrain_kernels.operators import constant, fake, operator
+from llmtrain_kernels.operators import constant, fake, traced_operator
 from llmtrain_kernels.rotary.op import rotated
 
 Rotary = tuple[Tensor, Tensor]
@@ -170,7 +170,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@operator("joint_attention", device="CPU")
+@traced_operator("joint_attention", device="CPU")
 def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
     mixed = qkv.new_empty(*qkv.shape[:2], heads, qkv.shape[3])
@@ -181,7 +181,7 @@ def _joint_attention(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads:
     return mixed, log_sums
 
 
-@operator("joint_attention_backward", device="CPU")
+@traced_operator("joint_attention_backward", device="CPU")
 def _joint_attention_backward(
     grad: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mixed: Tensor, log_sums: Tensor
 ) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of, power_of_2_from
+from llmtrain_kernels.triton_launch import ceil_div, launch, power_of_2_from
 
 # Logits that a program processes at once.
 TILE = 4096
@@ -81,8 +81,7 @@ def _launch(kernel: Any, logits: Tensor, *tensors: Tensor, **constants: bool) ->
     apart, whole = logits.stride(0), ceil_div(vocab, 16) * 16
     end = whole if apart >= whole else vocab
     tile = min(TILE, power_of_2_from(vocab))
-    with device_of(logits):
-        kernel[(rows,)](logits, *tensors, apart, end, vocab, tile=tile, **constants, **OPTIONS)
+    launch(kernel, (rows,), logits, *tensors, apart, end, vocab, tile=tile, **constants, **OPTIONS)
 
 
 @triton.jit

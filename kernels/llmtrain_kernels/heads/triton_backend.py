@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of, empty_joined
+from llmtrain_kernels.triton_launch import ceil_div, empty_joined, launch
 
 # Columns of a program, tokens at once, and the most programs. Their number fixes the bits of the sums.
 CONSTANTS = {"tile": 256, "group": 8}
@@ -33,11 +33,10 @@ def join_and_sum(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor
     partial = joined.new_empty(programs, width, dtype=torch.float32)
     if joined.numel():
         strides = (*grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3])
-        with device_of(joined):
-            _join[(ranges, programs, 3)](
-                grad_q, grad_k, grad_v, joined, partial, *strides, tokens, sequence, heads, kv_heads, dim=dim,
-                **CONSTANTS, **OPTIONS,
-            )  # fmt: skip
+        launch(
+            _join, (ranges, programs, 3), grad_q, grad_k, grad_v, joined, partial, *strides, tokens, sequence, heads,
+            kv_heads, dim=dim, **CONSTANTS, **OPTIONS,
+        )  # fmt: skip
     return joined, partial.sum(0)
 
 

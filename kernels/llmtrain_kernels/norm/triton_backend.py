@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of, power_of_2_from
+from llmtrain_kernels.triton_launch import ceil_div, launch, power_of_2_from
 
 # Elements of a program's rows at once, of a thread, and of the widest row.
 ELEMENTS, PER_WARP, WIDEST = 4096, 512, 8192
@@ -40,8 +40,7 @@ def forward(
     (rows, width), constants = x.shape, tile_constants(x.shape[1])
     if x.numel():
         programs = min(ceil_div(rows, constants["group"]), FORWARD_PROGRAMS)
-        with device_of(x):
-            _forward[(programs,)](x, added, weight, bias, total, y, statistics, eps, rows, width, **constants)
+        launch(_forward, (programs,), x, added, weight, bias, total, y, statistics, eps, rows, width, **constants)
     return total, y, statistics
 
 
@@ -71,10 +70,10 @@ def backward(
     grad_x, partial = torch.empty_like(total), statistics.new_empty(len(statistics), programs, width)
     if total.numel():
         centered = len(statistics) == 2
-        with device_of(total):
-            _backward[(programs,)](
-                total, weight, statistics, grad, above, grad_x, partial, rows, width, centered=centered, **constants
-            )
+        launch(
+            _backward, (programs,), total, weight, statistics, grad, above, grad_x, partial, rows, width,
+            centered=centered, **constants,
+        )  # fmt: skip
     return grad_x, partial.sum(1)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import device_of, empty_joined, power_of_2_from
+from llmtrain_kernels.triton_launch import empty_joined, launch, power_of_2_from
 
 # Elements of a tile: some heads, with a power of 2 of channels.
 ELEMENTS = 2048
@@ -26,9 +26,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """
     batch, sequence, heads, _ = x.shape
     if x.numel() and cos.shape[-1]:
-        with device_of(x):
-            constants = tile_constants(heads, cos.shape[-1], 2 * cos.shape[-1])
-            _rotate[(batch * sequence,)](x, cos, sin, *x.stride()[:3], sequence, heads, **constants, **OPTIONS)
+        constants = tile_constants(heads, cos.shape[-1], 2 * cos.shape[-1])
+        launch(_rotate, (batch * sequence,), x, cos, sin, *x.stride()[:3], sequence, heads, **constants, **OPTIONS)
 
 
 @fake("rotate_")
@@ -45,11 +44,10 @@ def backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: T
     if grad.numel():
         strides = (*grad_q.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3])
         constants = tile_constants(heads, cos.shape[-1], dim) | {"dim": dim, "whole": power_of_2_from(dim)}
-        with device_of(grad):
-            _collect[(batch * sequence, 3)](
-                grad_q, grad_k, grad_v, grad, cos, sin, *strides, sequence, heads, grad_k.shape[2], **constants,
-                **OPTIONS,
-            )  # fmt: skip
+        launch(
+            _collect, (batch * sequence, 3), grad_q, grad_k, grad_v, grad, cos, sin, *strides, sequence, heads,
+            grad_k.shape[2], **constants, **OPTIONS,
+        )  # fmt: skip
     return grad
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmtrain_kernels.operators import fake, operator
-from llmtrain_kernels.triton_launch import ceil_div, device_of
+from llmtrain_kernels.triton_launch import ceil_div, launch
 
 # Blocks of a program, and the order of additions in a block, as in squares.h.
 GROUP, LANES = 8, 16
@@ -27,10 +27,10 @@ def block_sums(x: Tensor, first: int, block: int) -> Tensor:
     """
     sums = x.new_empty(-(-(first + x.numel()) // block) if x.numel() else 0, dtype=torch.float64)
     if len(sums):
-        with device_of(x):
-            _squares[(ceil_div(len(sums), GROUP),)](
-                x, sums, first, x.numel(), len(sums), block, group=GROUP, lanes=LANES, ahead=AHEAD, **OPTIONS
-            )
+        launch(
+            _squares, (ceil_div(len(sums), GROUP),), x, sums, first, x.numel(), len(sums), block, group=GROUP,
+            lanes=LANES, ahead=AHEAD, **OPTIONS,
+        )  # fmt: skip
     return sums
 
 

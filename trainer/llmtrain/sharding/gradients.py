@@ -71,8 +71,8 @@ class GradientReducer:
         self.reduced: Callable[[str], None] = ignore
         self._sent: deque[tuple[Ticket, Tensor]] = deque()
         self._completing: list[Ticket] = []
-        # What becomes of a gradient that autograd has computed.
-        self._take: Take = self.add
+        # What takes the gradients that autograd computes, in place of this object.
+        self._hold: Take | None = None
         self._pass: Pass
         self._reduces: Mapping[str, Reduce] = {}
         self._places = {
@@ -163,15 +163,13 @@ class GradientReducer:
         for name in names:
             self._listen(name, True)
             self._gradients[name].sum.release()
-        self._take = hold
+        self._hold = hold
         yield
-        self._take = self.add
+        self._hold = None
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of a parameter."""
-        name, place = self._places[parameter]
-        self._gradients[name].sum.add(place, gradient)
-        self._added(name)
+        self._add(*self._places[parameter], gradient)
 
     def unit_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter's unit."""
@@ -196,20 +194,30 @@ class GradientReducer:
         """Add or remove the hooks that report each gradient of a unit."""
         if reports and name not in self._hooks:
             parameters = self._units[name].parameters.tensors
-            self._hooks[name] = [one.register_post_accumulate_grad_hook(self._accumulated) for one in parameters]
+            self._hooks[name] = [
+                one.register_post_accumulate_grad_hook(partial(self._accumulated, name, place))
+                for place, one in enumerate(parameters)
+            ]
         elif not reports:
             for hook in self._hooks.pop(name, []):
                 hook.remove()
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        name = self.unit_of(parameter)
+    def _accumulated(self, name: str, place: int, parameter: nn.Parameter) -> None:
         if self._gradients[name].sum.by_autograd:
             self._added(name)
             return
         gradient, parameter.grad = parameter.grad, None
         # Without one, a layer has deferred it.
-        if gradient is not None:
-            self._take(parameter, gradient)
+        if gradient is None:
+            return
+        if self._hold is None:
+            self._add(name, place, gradient)
+        else:
+            self._hold(parameter, gradient)
+
+    def _add(self, name: str, place: int, gradient: Tensor) -> None:
+        self._gradients[name].sum.add(place, gradient)
+        self._added(name)
 
     def _added(self, name: str) -> None:
         self._gradients[name].sum.missing -= 1

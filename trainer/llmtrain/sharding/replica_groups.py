@@ -48,6 +48,8 @@ class ReplicaGroups:
         middle = start + unit.own(unit.spec.replicated)
         if name in self.second:
             return []
+        if self.copies == 1:
+            return [(start, end, 1.0)]
         return [(start, middle, 1.0), (middle, end, 1 / self.copies)]
 
     def close(self) -> None:

@@ -1,0 +1,57 @@
+"""Operators that are called directly, except where a dispatch mode looks."""
+
+from typing import Any
+
+import pytest
+import torch
+from llmtrain_kernels.operators import fake, operator
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def doubled() -> Any:
+    @operator("doubled_in_a_test", writes=("out",))
+    def double(x: Tensor, out: Tensor) -> None:
+        """Write twice `x` to `out`."""
+        torch.mul(x, 2, out=out)
+
+    @fake("doubled_in_a_test")
+    def _(x: Tensor, out: Tensor) -> None:
+        return None
+
+    return double
+
+
+def test_a_recorder_sees_one_call(doubled: Any) -> None:
+    x, out = torch.arange(3.0), torch.empty(3)
+    with Recorder() as recorder:
+        doubled(x, out)
+    # torch shows what runs inside to no mode.
+    assert recorder.seen == ["llmtrain.doubled_in_a_test.default"]
+    assert out.tolist() == [0, 2, 4]
+
+
+def test_without_one_the_function_is_called(doubled: Any) -> None:
+    x, out = torch.arange(3.0), torch.empty(3)
+    with torch.profiler.profile() as profiled:
+        doubled(x, out=out)
+    assert out.tolist() == [0, 2, 4]
+    assert "llmtrain::doubled_in_a_test" not in {event.name for event in profiled.events() or ()}
+    assert doubled.__doc__ == "Write twice `x` to `out`."
+
+
+def test_fake_tensors_run_nothing(doubled: Any) -> None:
+    with FakeTensorMode():
+        doubled(torch.empty(3), torch.empty(3))
