@@ -164,6 +164,26 @@ def test_a_dry_run_prints_a_script_without_secrets(
     assert not (recipe.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("", True),
+        ("sbatch: [--mail-type=END]", True),
+        ("gpus_per_node: 4", False),
+        ("gpus_per_node: 0", False),
+        ("sbatch: ['--gres=gpu:a100:4']", False),
+        ("sbatch: [--gpus-per-task=1]", False),
+        ("srun: [-G4]", False),
+    ],
+)
+def test_a_profile_that_asks_for_no_gpus(
+    keys: str, told: bool, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = str(site_file(recipe.parent, f"{{ranks_per_node: 4, {keys}}}"))
+    assert main(["submit", str(recipe), "parallel.data=4", "--site", site, "--dry-run"]) == 0
+    assert ("asks Slurm for no GPUs" in capsys.readouterr().err) == told
+
+
 def test_without_slurm_it_says_so(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,12 @@ def submit(
 
     profile = load_site(site)
     job = plan_job(recipe, overrides or [], profile, nodes, array, chain, force)
+    if not profile.says_gpus:
+        say(
+            "llmtrain: the site's profile asks Slurm for no GPUs, so on most clusters the job sees none and trains on "
+            "CPUs; set gpus_per_node there, or to 0 if this is meant",
+            err=True,
+        )
     if dry_run:
         script = render(job, profile)
         if as_json:

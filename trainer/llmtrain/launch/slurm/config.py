@@ -17,6 +17,8 @@ _NUMBER = "[0-9]{1,9}"
 _TIME = re.compile(
     rf"(?:(?P<days>{_NUMBER})-(?P<after>{_NUMBER}(?::{_NUMBER}){{0,2}})|(?P<plain>{_NUMBER}(?::{_NUMBER}){{0,2}}))"
 )
+# Those of sbatch and srun that give a job GPUs.
+_GPU_OPTIONS = ("--gres=gpu", "--gpus", "-G", "--tres-per-")
 Minutes = Annotated[int, Field(ge=0, le=10**9)]
 Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
 # sbatch takes no more.
@@ -87,6 +89,12 @@ class Site:
         for key, options in (("sbatch", self.sbatch), ("srun", self.srun)):
             for option in options:
                 _check_option(key, option)
+
+    @property
+    def says_gpus(self) -> bool:
+        """Whether the profile says how many GPUs a job gets: in `gpus_per_node`, or in options of sbatch or srun."""
+        options = (*self.sbatch, *self.srun)
+        return self.gpus_per_node is not None or any(option.startswith(_GPU_OPTIONS) for option in options)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for entry in fields(self):
