@@ -185,7 +185,7 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
 
     Raises DataError if the vocabulary lacks it.
     """
-    token = _configured_eos(Path(folder)) or END_OF_TEXT
+    token = configured_token(Path(folder), "eos_token") or END_OF_TEXT
     try:
         number = tokenizer.token_to_id(token)
     except UnicodeEncodeError:  # JSON may hold lone surrogates, which no vocabulary has
@@ -289,10 +289,11 @@ def _empty_beside(output: Path) -> Path:
     return aside
 
 
-def _configured_eos(folder: Path) -> str | None:
-    """Return the eos token of the folder's configuration, None if it has none."""
+def configured_token(folder: Path, kind: str) -> str | None:
+    """Return a special token of the folder's configuration, None if it has none. kind: such as `eos_token`. Raises
+    DataError."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = tokenizer_settings(folder, name).get("eos_token")
+        token = tokenizer_settings(folder, name).get(kind)
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):

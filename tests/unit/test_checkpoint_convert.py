@@ -258,18 +258,28 @@ def test_configs_mean_the_same_to_transformers(tmp_path: Path, kind: str) -> Non
     }
 
 
-def test_tokenizer_and_generation_config_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("token", "settings"),
+    [
+        ("<|end|>", {"tokenizer_config.json": {"eos_token": {"content": "<|end|>"}}}),
+        ("<|end|>", {"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "<|end|>"}}),
+        ("<|endoftext|>", {"tokenizer_config.json": {"model_max_length": 1024}}),
+    ],
+    ids=["configured", "in the map", "not configured"],
+)
+def test_tokenizer_and_generation_config_travel(token: str, settings: dict[str, object], tmp_path: Path) -> None:
     source = hf_folder("llama", tmp_path / "hf")
-    (source / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 3, "content": "<|end|>"}]}))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (source / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 3, "content": token}]}))
+    for name, content in settings.items():
+        (source / name).write_text(json.dumps(content))
     (source / "generation_config.json").unlink()
     convert(source, tmp_path / "run", "fp32", "5GB", None)
     convert(tmp_path / "run", tmp_path / "back", "fp32", " 5gb ", None)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", *settings):
         assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
     for name in ("config.json", "generation_config.json"):
-        content = json.loads((tmp_path / "back" / name).read_text())
-        assert (content["bos_token_id"], content["eos_token_id"]) == (None, 3)
+        found = json.loads((tmp_path / "back" / name).read_text())
+        assert (found["bos_token_id"], found["eos_token_id"]) == (None, 3)
 
 
 def test_what_is_of_exports_alone(tmp_path: Path) -> None:

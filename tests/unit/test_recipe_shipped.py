@@ -57,6 +57,12 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", shipped_names())
+def test_a_recipe_without_released_weights_has_a_rate_for_training_from_scratch(name: str) -> None:
+    recipe = load_recipe(name, ["data.path=corpus"])
+    assert recipe.model.hf is not None or recipe.optimizer.lr > 9e-5
+
+
+@pytest.mark.parametrize("name", shipped_names())
 def test_a_recipe_fits_the_hardware_in_its_comment(name: str) -> None:
     found, _ = needs(name)
     ranks, kind, memory = found.groups()[:3]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_data.errors import DataError
-from llmtrain_data.tokenizer import added_tokens, tokenizer_settings
+from llmtrain_data.tokenizer import END_OF_TEXT, added_tokens, configured_token
 
 from llmtrain.errors import BadInputError
 
@@ -53,17 +53,14 @@ def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
     """Return bos_token_id and eos_token_id of the tokenizer in `folder`; None for a token that it lacks.
 
-    Raises BadInputError if the files are not a tokenizer's.
+    Without a configured eos token it is `<|endoftext|>`, which then ends documents. Raises BadInputError if the files
+    are not a tokenizer's.
     """
+    if folder is None:
+        return {"bos_token_id": None, "eos_token_id": None}
     try:
-        settings = {} if folder is None else tokenizer_settings(folder, "tokenizer_config.json")
-        added = [] if folder is None else added_tokens(folder)
+        ids = {token.content: token.id for token in added_tokens(folder)}
+        bos, eos = configured_token(folder, "bos_token"), configured_token(folder, "eos_token") or END_OF_TEXT
     except DataError as error:
         raise BadInputError(str(error)) from error
-    ids = {token.content: token.id for token in added}
-    special = {}
-    for kind in ("bos_token", "eos_token"):
-        token = settings.get(kind)
-        content = token.get("content") if isinstance(token, dict) else token
-        special[f"{kind}_id"] = ids.get(content) if isinstance(content, str) else None
-    return special
+    return {"bos_token_id": None if bos is None else ids.get(bos), "eos_token_id": ids.get(eos)}

@@ -137,7 +137,18 @@ def advice(recipe: Recipe, plan: Plan) -> list[str]:
         warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
     found += _breadth_first(plan)
+    found += _absolute_min_lr(plan)
     return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
+
+
+def _absolute_min_lr(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about a final learning rate that is given as other trainers take it."""
+    lr, share = plan.optimizer.lr, plan.optimizer.min_lr
+    if 0 < share <= lr and plan.optimizer.schedule != "constant":
+        yield (
+            f"optimizer.min_lr is {share:g}, a share of optimizer.lr, so that the learning rate ends at "
+            f"{share * lr:.3g}; to end at {share:g}, set it to {share / lr:.3g}"
+        )
 
 
 def _breadth_first(plan: Plan) -> Iterator[str]:
