@@ -76,6 +76,7 @@ def test_a_hugging_face_model_keeps_its_sizes() -> None:
     assert plan.import_from == "somewhere"
     assert make_plan(parse_recipe(dict(plan.record)), facts) == plan
     check(plan, facts)
-    check(make_plan(recipe("model.positions=16384", model="{hf: somewhere}"), facts), facts)
+    longer = recipe("model.positions=16384", "model.rope_theta=1e6", model="{hf: somewhere}")
+    check(make_plan(longer, facts), facts)
     with pytest.raises(BadInputError, match=r"model\.layers is 3, but the model in model\.hf has 16"):
         check(make_plan(recipe("model.layers=3", model="{hf: somewhere}"), facts), facts)

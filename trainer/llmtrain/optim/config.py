@@ -60,9 +60,10 @@ class PrecisionConfig:
 
     compute: auto is bf16 on CUDA (fp16 on NVIDIA's GPUs before compute capability 8.0) and fp32 on CPU. gradients:
     dtype of the sums of gradients over microbatches: fp32, or compute (that of `compute`), which takes 2 bytes of an
-    element in place of 4 and rounds after every microbatch (AxoNN, section V); sums over ranks add in fp32 either way.
-    loss_scale: first loss scale of fp16, which halves on overflow and doubles after loss_scale_window steps without
-    overflow. loss_scale_window: steps without overflow after which the loss scale doubles.
+    element in place of 4 and rounds after every microbatch (AxoNN, section V). Ranks send each other gradients in the
+    dtype of `compute` and add them in fp32 either way. loss_scale: first loss scale of fp16, which halves on overflow
+    and doubles after loss_scale_window steps without overflow. loss_scale_window: steps without overflow after which
+    the loss scale doubles.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -257,7 +257,8 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
-    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions"}
+    # A higher theta is how weights are trained further for longer sequences (Code Llama, section 2.4).
+    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions", "rope_theta"}
     for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
         if getattr(model, key) != getattr(hf, key):
             raise BadInputError(
