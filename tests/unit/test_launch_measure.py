@@ -12,6 +12,7 @@ import pytest
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
+from llmtrain.launch.measure import discover
 from llmtrain.launch.measure.discover import Card, Machine, discovered, networks, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
 from llmtrain.launch.measure.result import Measured, Timing, as_data, described, without_slow_cards
@@ -149,6 +150,13 @@ def test_cards_that_join_nothing_are_left_out() -> None:
     (unknown,), _ = networks([machine(inside), machine(inside)])
     assert [card.interface for card in unknown.cards] == [None]
     assert discovered(machines, 4, one_machine=True).clusters == ()
+
+
+def test_a_discovered_machine_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "machine_memory", lambda: 1000 * 2**30)
+    host = discovered([machine()], 1, one_machine=True).node.host
+    assert host is not None
+    assert host.memory == "875 GiB"
 
 
 def test_slow_cards_are_for_something_else() -> None:

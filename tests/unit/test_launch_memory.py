@@ -206,6 +206,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "no volume was measured; name a folder" in capsys.readouterr().out
 
 
+def test_a_new_description_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_memory, "machine_memory", lambda: 1000 * 2**30)
+    host = bench_memory._this_machine().node.host
+    assert host is not None
+    assert host.memory == "875 GiB"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -9,6 +9,7 @@ from llmtrain.plan.resolve.machine_refusal import machine_bytes, machine_refusal
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
+from llmtrain_data import units
 
 MIB = 2**20
 TINY = (
@@ -30,6 +31,11 @@ def needed(given: Recipe, facts: Facts) -> int:
 def refused(monkeypatch: pytest.MonkeyPatch, given: Recipe, facts: Facts, memory: int) -> str | None:
     monkeypatch.setattr("llmtrain.plan.resolve.machine_refusal.machine_memory", lambda swap: memory)
     return machine_refusal(given, facts, make_plan(given, facts))
+
+
+def whole(usable: int) -> int:
+    """Return the least memory of a machine of which ranks on GPUs may take `usable` bytes."""
+    return -(-usable * 8 // 7)
 
 
 def test_activations_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +89,23 @@ def test_what_a_gpu_offloads_must_fit_its_host(tmp_path: Path, monkeypatch: pyte
     there = needed(offloaded, facts)
     parameters = 16 * 12 * 1024**2
     assert there - resident > 2 * 12 * parameters
-    assert refused(monkeypatch, offloaded, facts, there) is None
-    said = refused(monkeypatch, offloaded, facts, there - 1) or ""
+    assert refused(monkeypatch, offloaded, facts, whole(there)) is None
+    said = refused(monkeypatch, offloaded, facts, whole(there) - 1) or ""
     assert "of memory besides that of its GPUs for 2 ranks, but this machine has" in said
     assert "; set offload.share=0.9, which needs " in said
+
+
+@pytest.mark.parametrize("stated", [[], ["cluster.node.host.memory=1000MiB", "cluster.node.ranks=1"]])
+def test_a_gpus_host_keeps_a_reserve(stated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the description states all of the machine's memory; what fits seven eighths of it is not refused."""
+    keys = ["model.hidden=1024", "model.layers=4", "checkpoint.async=false", "offload.optimizer=host", *stated]
+    given, facts = recipe(tmp_path, *keys, "offload.spare=0"), Facts(world=1, device="cuda")
+    there = needed(given, facts)
+    machine = there * 20 // 19
+    said = refused(monkeypatch, given, facts, machine) or ""
+    usable = units.size(machine * 7 // 8)
+    assert f"but this machine has {units.size(machine)}, of which ranks may take {usable}; set " in said
+    assert refused(monkeypatch, given, facts, whole(there)) is None
 
 
 def test_files_are_advised_where_folders_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +113,11 @@ def test_files_are_advised_where_folders_are_given(tmp_path: Path, monkeypatch: 
     given = ["offload.activations=host", "activation_checkpointing=full", "checkpoint.async=false", "model.layers=16"]
     activations = recipe(tmp_path, *given, "data.sequence_length=16384")
     there = needed(activations, facts)
-    assert "set offload.activations=none" in (refused(monkeypatch, activations, facts, there - 1) or "")
+    assert "set offload.activations=none" in (refused(monkeypatch, activations, facts, whole(there) - 1) or "")
     files = ["offload.optimizer=nvme", "offload.paths=[a]", "data.sequence_length=16384"]
     folders = recipe(tmp_path, *given, *files)
     there = needed(folders, facts)
-    assert "set offload.activations=nvme" in (refused(monkeypatch, folders, facts, there - 1) or "")
+    assert "set offload.activations=nvme" in (refused(monkeypatch, folders, facts, whole(there) - 1) or "")
 
 
 def test_the_ranks_of_one_machine_count(tmp_path: Path) -> None:

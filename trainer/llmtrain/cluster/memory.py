@@ -43,6 +43,15 @@ def machine_memory(*, swap: bool = False) -> int:
     return memory + psutil.swap_memory().total if swap else memory
 
 
+def usable_memory(memory: int) -> int:
+    """Return the bytes that ranks on GPUs may take of a machine's memory, 7 of 8. memory: bytes of the machine.
+
+    The rest is for what no plan counts: buffers of networks, page tables, the page cache of data and of checkpoints,
+    and other programs. What ranks pin for their GPUs can be neither swapped nor reclaimed.
+    """
+    return memory * 7 // 8
+
+
 def group_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Return the least limit of memory, in bytes, of this process's control group and of those around it (Linux,
     "cgroups", versions 1 and 2); `sys.maxsize` without one.

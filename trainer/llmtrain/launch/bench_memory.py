@@ -13,7 +13,7 @@ from llmtrain_data.output import Terminal, say, say_json
 
 from llmtrain.cluster.description import Cluster, Host, Node
 from llmtrain.cluster.load import load_cluster
-from llmtrain.cluster.memory import machine_memory
+from llmtrain.cluster.memory import machine_memory, usable_memory
 from llmtrain.cluster.sockets import Cores, cores_by_socket, volume_socket
 from llmtrain.comm.cores import run_on
 from llmtrain.errors import BadInputError
@@ -77,7 +77,7 @@ def _this_machine() -> Cluster:
     from llmtrain.launch.bench_comm import this_accelerator
 
     sockets = max(1, len(cores_by_socket()))
-    host = Host(memory=units.size(machine_memory()), cores=os.cpu_count(), sockets=sockets)
+    host = Host(memory=units.size(usable_memory(machine_memory())), cores=os.cpu_count(), sockets=sockets)
     return Cluster(accelerator=this_accelerator(), node=Node(ranks=max(1, gpu_count()), host=host))
 
 

@@ -13,7 +13,7 @@ from tempfile import gettempdir
 from llmtrain_data import units
 
 from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
-from llmtrain.cluster.memory import machine_memory, stated_memory
+from llmtrain.cluster.memory import machine_memory, stated_memory, usable_memory
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.threads import started_by_agent
 from llmtrain.errors import BadInputError
@@ -27,8 +27,6 @@ _RECORDED = 20_000
 ANSWER = 20
 # A card whose memory is stated by its name, such as 80GB, has up to 3% less for programs, and so has one by its driver.
 _USABLE = 0.97
-# The share of a machine's memory that its ranks may take.
-_HOST_USABLE = 7 / 8
 
 
 def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
@@ -148,7 +146,7 @@ def cluster_of_gpus(ranks: int) -> Cluster | None:
         return None
     mebibytes, _, name = found[0]
     accelerator = Accelerator(name=name, memory=_gibibytes(_USABLE * int(mebibytes) * 2**20))
-    host = Host(memory=_gibibytes(_HOST_USABLE * machine_memory()))
+    host = Host(memory=_gibibytes(usable_memory(machine_memory())))
     return Cluster(accelerator=accelerator, node=Node(ranks=ranks, host=host))
 
 

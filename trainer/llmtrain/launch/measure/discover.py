@@ -18,6 +18,7 @@ import psutil
 from llmtrain_data import units
 
 from llmtrain.cluster.description import Cluster, Host, Nic, Node, NodeGroup
+from llmtrain.cluster.memory import machine_memory, usable_memory
 from llmtrain.cluster.sockets import SYS, Cores, cores_by_socket, device_socket, file_text, own_socket
 from llmtrain.comm.cores import bind
 from llmtrain.errors import BadInputError
@@ -79,7 +80,7 @@ def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bo
     one_machine: whether all ranks are on one machine, so that they use no card. Raises BadInputError if the nodes of a
     network are not consecutive.
     """
-    memory = units.size(psutil.virtual_memory().total)
+    memory = units.size(usable_memory(machine_memory()))
     host = Host(memory=memory, cores=os.cpu_count(), sockets=machines[0].sockets)
     node = Node(ranks=ranks_per_node, host=host)
     if one_machine:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from llmtrain_data import units
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.cluster.memory import machine_memory
+from llmtrain.cluster.memory import machine_memory, usable_memory
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import host_memory, memory_budget, sure_bytes
@@ -23,13 +23,15 @@ SHORTEST = 128
 
 def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     """Return a sentence on why a plan's ranks do not fit this machine's memory, and on what to change; None if they
-    fit. Ranks on GPUs need it for what they offload, and for checkpoints.
+    fit. Ranks on GPUs need it for what they offload, and for checkpoints; they may take its `usable_memory`, also
+    where a description states more.
 
     The sentence names the first single change that makes it fit: on GPUs those of `host_changes`, then those of
     `changes`, then a shorter sequence.
     """
     # Memory that a GPU copies from and to is pinned.
-    there = machine_memory(swap=plan.device == "cpu")
+    whole = machine_memory(swap=plan.device == "cpu")
+    there = whole if plan.device == "cpu" else usable_memory(whole)
     needed = machine_bytes(plan, facts, there)
     if needed <= there:
         return None
@@ -37,7 +39,7 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     memory = "memory" if plan.device == "cpu" else "memory besides that of its GPUs"
     said = (
         f"the run needs {units.size(needed)} of {memory}{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
-        f"has {units.size(there)}"
+        f"has {units.size(whole)}{'' if there == whole else f', of which ranks may take {units.size(there)}'}"
     )
     first = host_changes(recipe, plan) if plan.device == "cuda" else ()
     for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan)):
