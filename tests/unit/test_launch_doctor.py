@@ -1,10 +1,12 @@
 """The doctor distinguishes NVIDIA's apex from PyPI's package of that name, and working parts from broken ones."""
 
+import math
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
+from llmtrain.cluster.control_groups import Quota
 from llmtrain.launch import doctor, gpus
 from llmtrain.launch.doctor import Finding, can_train
 from llmtrain.launch.gpus import set_gpu_variables
@@ -41,6 +43,14 @@ def test_apex_without_extensions_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_real_apex_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["apex/__init__.py", "apex/optimizers/__init__.py", "amp_C.py"]
     assert look_for_apex(tmp_path, files, monkeypatch).state == "ok"
+
+
+@pytest.mark.parametrize(("quota", "said"), [(math.inf, "8 usable of 16"), (2.5, "8 usable of 16, by quota 2.5")])
+def test_a_quota_of_processor_time_is_told(quota: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: Quota(quota))
+    assert next(doctor._machine()).detail == said
 
 
 def test_only_what_training_needs_stops_it() -> None:

@@ -1,5 +1,6 @@
 """`bench comm`: the ranks that it measures between, the cluster that it discovers, and the file that it writes."""
 
+import math
 import os
 from collections import namedtuple
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from llmtrain.cluster.control_groups import Quota
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
@@ -113,7 +115,7 @@ def test_who_is_on_which_processor() -> None:
 
 
 def machine(*cards: tuple[str, str, str], kind: str = "ethernet") -> Machine:
-    return Machine(tuple(Card(name, kind, address, network) for name, address, network in cards), 1, 0)
+    return Machine(tuple(Card(name, kind, address, network) for name, address, network in cards), 1, 0, (0, 1))
 
 
 def test_networks_of_some_nodes_make_clusters() -> None:
@@ -157,6 +159,16 @@ def test_a_discovered_machine_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) 
     host = discovered([machine()], 1, one_machine=True).node.host
     assert host is not None
     assert host.memory == "875 GiB"
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 6), (2.5, 2), (0.5, 1)])
+def test_the_cores_of_a_node_are_those_of_its_ranks(quota: float, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may give each rank cores of its own. Those of another node do not count."""
+    monkeypatch.setattr(discover, "cpu_quota", lambda: Quota(quota))
+    ranks = [Machine((), 1, 0, own) for own in ((0, 1, 2, 3), (2, 3, 4, 5), (6, 7))]
+    host = discovered(ranks, 2, one_machine=True).node.host
+    assert host is not None
+    assert host.cores == cores
 
 
 def test_slow_cards_are_for_something_else() -> None:
@@ -208,6 +220,7 @@ def test_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ranks[0].cards[0].network == "10.0.0.0/16"
     assert Machine.of(ranks[3].as_data()) == ranks[3]
     # A rank that its launcher has pinned stays there.
+    assert [each.cores for each in ranks] == [(0, 1, 2, 3)] * 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     assert this_machine(0, 4, sys=tmp_path).socket == 1
     assert len(bound) == 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from llmtrain.cli.main import main
+from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.cluster.load import load_cluster
 from llmtrain.launch import bench_memory
 from llmtrain.launch.measure import memory_rates, volume_rates
@@ -190,7 +191,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert {one["name"] for one in data["copies"]} == {HOST}
     threads = [one["threads"] for one in data["adamw"]]
     assert threads == sorted(set(threads))
-    assert threads[-1] == len(os.sched_getaffinity(0))
+    assert threads[-1] == usable_cores()
     assert all(one["rate"] > 0 < one["elements"] for one in data["adamw"])
     # The file's other entries stay.
     after = load_cluster("there.yaml")
@@ -208,9 +209,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_a_new_description_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_memory, "machine_memory", lambda: 1000 * 2**30)
+    monkeypatch.setattr(bench_memory, "usable_cores", lambda: 12)
     host = bench_memory._this_machine().node.host
     assert host is not None
-    assert host.memory == "875 GiB"
+    assert (host.memory, host.cores) == ("875 GiB", 12)
 
 
 @pytest.mark.parametrize(

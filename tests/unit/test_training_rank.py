@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmtrain.cluster.control_groups import Quota
 from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks
@@ -35,7 +36,7 @@ def _threads() -> Iterator[None]:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with 8 cores, and a rank that is one of two. asked: what was asked for."""
-    machine = SimpleNamespace(stated=None, asked=[], chosen=False)
+    machine = SimpleNamespace(stated=None, asked=[], chosen=False, quota=Quota())
 
     def bind(*arguments: Any) -> Bound:
         machine.asked.append(arguments)
@@ -46,6 +47,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(rank, "step_threads", lambda plan: machine.stated)
     monkeypatch.setattr(rank, "set_by_user", lambda: machine.chosen)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for module in ("comm.threads", "cluster.control_groups"):
+        monkeypatch.setattr(f"llmtrain.{module}.cpu_quota", lambda: machine.quota)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -54,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def ranks(sharing: int) -> Ranks:
     """A rank; as many ranks may use its cores, and one more of another machine."""
-    return cast(Ranks, SimpleNamespace(gather_all=lambda own: [own] * sharing + [[0]]))
+    return cast(Ranks, SimpleNamespace(gather_all=lambda own: [own] * sharing + [[0, 0]]))
 
 
 def test_a_rank_is_bound_where_its_gpu_is(machine: SimpleNamespace) -> None:
@@ -78,6 +81,13 @@ def test_a_rank_on_cpus_takes_its_share_of_a_socket(
     """Stated cores do not change what a CPU computes with."""
     machine.stated = 2
     assert rank._take_threads(CPU, ranks(4), bound) == torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(False, 3), (True, 6)])
+def test_a_quota_bounds_the_threads_on_cpus(chosen: bool, threads: int, machine: SimpleNamespace) -> None:
+    """Those that the user has set stay."""
+    machine.quota, machine.chosen = Quota(3.5, 7), chosen
+    assert rank._take_threads(CPU, ranks(1), None) == torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("default", "sharing", "threads"), [(1, 1, 8), (1, 2, 4), (1, 3, 2), (1, 9, 1), (6, 2, 4)])
@@ -106,9 +116,9 @@ def test_threads_that_the_user_has_set_stay_on_a_gpu(
     assert rank._take_threads(GPU, ranks(4), BOUND) == torch.get_num_threads() == 6
 
 
-@pytest.mark.parametrize(("stated", "threads"), [(2, 2), (7, 7), (100, 8)])
+@pytest.mark.parametrize(("stated", "threads"), [(2, 2), (4, 4), (7, 4), (100, 4)])
 def test_stated_cores_set_the_threads_on_a_gpu(stated: int, threads: int, machine: SimpleNamespace) -> None:
-    """At most as many as the rank may use."""
+    """At most as many as the rank's share of the cores that it may use: the description may be of a whole machine."""
     machine.stated = stated
     assert rank._take_threads(GPU, ranks(2), None) == torch.get_num_threads() == threads
 

@@ -64,11 +64,11 @@ class NodeTier:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The host of a node. memory: such as 512GiB, the limit for the offloaded states of all ranks of the node and for
-    the copies and buffers of their checkpoints. bandwidth: of the host's memory, from which the least time of an
-    optimizer step on the host is computed. cores: number of cores of all processors; each rank steps offloaded states
-    with an even share of them. sockets: number of processors, among which the ranks are divided evenly; by default the
-    number of sockets that `node.nvme` names.
+    """The host of a node. memory: such as 512GiB, the limit for the offloaded states of all ranks of the node and
+    for the copies and buffers of their checkpoints. bandwidth: of the host's memory, from which the least time of
+    an optimizer step on the host is computed. cores: number of cores of all processors; each rank steps offloaded
+    states with an even share of them, at most with its share of those that it finds. sockets: number of processors,
+    among which the ranks are divided evenly; by default the number of sockets that `node.nvme` names.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -1,11 +1,10 @@
 """The memory of a described accelerator, and of this machine. No torch in here."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from llmtrain_data import units
 
+from llmtrain.cluster.control_groups import group_limit
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.quantity import quantity
 
@@ -50,30 +49,3 @@ def usable_memory(memory: int) -> int:
     and other programs. What ranks pin for their GPUs can be neither swapped nor reclaimed.
     """
     return memory * 7 // 8
-
-
-def group_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the least limit of memory, in bytes, of this process's control group and of those around it (Linux,
-    "cgroups", versions 1 and 2); `sys.maxsize` without one.
-
-    groups: the file system of control groups. own: names this process's groups. A container may see the names of its
-    host's groups, but only its own files: the missing ones are passed over.
-    """
-    least = sys.maxsize
-    for line in _lines(own):
-        controllers, path = line.split(":", 2)[1:]
-        if controllers not in ("", "memory"):
-            continue
-        top, name = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
-        folder = top / path.lstrip("/")
-        for place in (folder, *folder.parents[: len(folder.parts) - len(top.parts)]):
-            limits = [int(text) for text in _lines(place / name) if text.isdigit()]
-            least = min([least, *limits])
-    return least
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

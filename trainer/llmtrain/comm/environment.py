@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
+from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.errors import BadInputError
 
 # Set for ranks that `llmtrain run --nproc` started: the pid of the process that started them.
@@ -162,5 +163,5 @@ def first_host(nodelist: str) -> str:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return how many of this machine's cores each of `local_ranks` may use."""
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    """Return how many of the cores that this process may use at once each of `local_ranks` may use."""
+    return max(1, usable_cores() // local_ranks)

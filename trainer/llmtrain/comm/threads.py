@@ -7,6 +7,8 @@ from hashlib import sha256
 
 import psutil
 
+from llmtrain.cluster.control_groups import cpu_quota
+
 THREADS = "OMP_NUM_THREADS"
 
 _BY_AGENT = "TORCHELASTIC_RUN_ID"
@@ -42,10 +44,12 @@ def set_by_user() -> bool:
 
 
 def even_cores(gather_all: Callable[[list[int]], list[list[int]]]) -> int:
-    """Return how many cores this rank has for itself where ranks that may use the same cores share them evenly, at
-    least 1. gather_all: as `Ranks` has it. Collective."""
-    cores = os.sched_getaffinity(0)
-    place = sha256(f"{socket.gethostname()} {sorted(cores)}".encode()).digest()
+    """Return how many cores this rank has for itself where ranks that may use the same cores, or have one quota of
+    processor time, share them evenly, at least 1. gather_all: as `Ranks` has it. Collective."""
+    cores, quota, host = os.sched_getaffinity(0), cpu_quota(), socket.gethostname()
+    places = (sha256(f"{host} {shared}".encode()).digest() for shared in (sorted(cores), quota.group))
     # 56 bits, which an int64 holds.
-    own = [int.from_bytes(place[:7], "big")]
-    return max(1, len(cores) // gather_all(own).count(own))
+    own = [int.from_bytes(place[:7], "big") for place in places]
+    gathered = gather_all(own)
+    by_cores, by_quota = (sum(each[place] == own[place] for each in gathered) for place in range(2))
+    return max(1, int(min(len(cores) / by_cores, quota.cores / by_quota)))

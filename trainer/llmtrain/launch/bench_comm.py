@@ -94,7 +94,7 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
     ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=given, noted=True)
     with end_together(ranks):
         machines = _gather_machines(ranks, machine)
-        cluster = _start_from(given, machines[:: place.ranks_per_node], place.ranks_per_node, one_machine)
+        cluster = _start_from(given, machines, place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
         if ranks.is_main:
             _report(options, cluster, found, place.world, discovered=given is None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmtrain_data import units
 from llmtrain_data.output import Terminal, say, say_json
 
+from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.cluster.description import Cluster, Host, Node
 from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.memory import machine_memory, usable_memory
@@ -77,7 +78,7 @@ def _this_machine() -> Cluster:
     from llmtrain.launch.bench_comm import this_accelerator
 
     sockets = max(1, len(cores_by_socket()))
-    host = Host(memory=units.size(usable_memory(machine_memory())), cores=os.cpu_count(), sockets=sockets)
+    host = Host(memory=units.size(usable_memory(machine_memory())), cores=usable_cores(), sockets=sockets)
     return Cluster(accelerator=this_accelerator(), node=Node(ranks=max(1, gpu_count()), host=host))
 
 
@@ -87,8 +88,8 @@ def _measured(paths: Sequence[str], seconds: float) -> MemoryFound:
 
     usable, cores = frozenset(os.sched_getaffinity(0)), cores_by_socket()
     say("measuring copies and AdamW", err=True)
-    copies = [*host_copies(len(usable)), *device_copies()]
-    stepped = list(adamw_steps(len(usable)))
+    copies = [*host_copies(usable_cores()), *device_copies()]
+    stepped = list(adamw_steps(usable_cores()))
     volumes: list[VolumeRate] = []
     if paths:
         say(f"measuring {units.count(len(paths), 'volume')} for {units.duration(seconds)}", err=True)

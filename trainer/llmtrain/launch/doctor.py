@@ -14,6 +14,7 @@ from typing import Literal
 
 from llmtrain_data import units
 
+from llmtrain.cluster.control_groups import cpu_quota
 from llmtrain.cluster.memory import machine_memory
 from llmtrain.launch.gpus import gpu_variables, other_variables, triton_problem
 
@@ -100,7 +101,9 @@ def _gpu_environment() -> Finding:
 def _machine() -> Iterator[Finding]:
     import psutil
 
-    yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    usable, quota = len(os.sched_getaffinity(0)), cpu_quota().cores
+    by_quota = f", by quota {quota:.3g}" if quota < usable else ""
+    yield Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}{by_quota}")
     yield Finding(
         "memory", "ok", f"{units.size(machine_memory())}, {units.size(psutil.virtual_memory().available)} free"
     )

@@ -8,6 +8,7 @@ import torch
 from llmtrain_data import units
 from llmtrain_data.waiting import Waiting
 
+from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.comm.cores import Bound, bind_to_socket
 from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
@@ -77,7 +78,9 @@ def _take_threads(plan: Plan, ranks: Ranks, bound: Bound | None) -> int:
     """Set this rank's threads on the host, which step offloaded states, and return their number. Collective."""
     before = torch.get_num_threads()
     if plan.device == "cpu":
-        threads = before if bound is None else min(bound.threads, before)
+        # torch takes all cores, also where a quota lets it use fewer at once.
+        most = before if set_by_user() else usable_cores()
+        threads = min(before, most, before if bound is None else bound.threads)
     else:
         threads = _host_threads(plan, even_cores(ranks.gather_all), before)
     if threads != before:
@@ -92,7 +95,7 @@ def _host_threads(plan: Plan, share: int, default: int) -> int:
         return default
     stated = step_threads(plan)
     if stated is not None:
-        return min(stated, len(os.sched_getaffinity(0)))
+        return min(stated, share)
     # A launcher's default says nothing about this machine. Without one, torch takes its physical cores.
     return share if THREADS in os.environ else min(share, default)
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 from llmtrain_data import units
 
+from llmtrain.cluster.control_groups import cpu_quota
 from llmtrain.cluster.description import Cluster, Host, Nic, Node, NodeGroup
 from llmtrain.cluster.memory import machine_memory, usable_memory
 from llmtrain.cluster.sockets import SYS, Cores, cores_by_socket, device_socket, file_text, own_socket
@@ -44,11 +45,13 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank's view of its machine. sockets: number of CPU sockets. socket: the one that this rank runs on."""
+    """A rank's view of its machine. sockets: number of CPU sockets. socket: the one that this rank runs on. cores:
+    numbers of those that it could use before it was pinned to the socket."""
 
     cards: tuple[Card, ...]
     sockets: int
     socket: int
+    cores: tuple[int, ...]
 
     def as_data(self) -> dict[str, Any]:
         """Return the machine as plain data."""
@@ -57,7 +60,9 @@ class Machine:
     @staticmethod
     def of(data: Mapping[str, Any]) -> "Machine":
         """Return the machine that `as_data` gave as plain data."""
-        return Machine(tuple(Card(**card) for card in data["cards"]), data["sockets"], data["socket"])
+        return Machine(
+            tuple(Card(**card) for card in data["cards"]), data["sockets"], data["socket"], tuple(data["cores"])
+        )
 
 
 def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = None, sys: Path = SYS) -> Machine:
@@ -71,21 +76,24 @@ def this_machine(local_rank: int, local_ranks: int, accelerator: str | None = No
     mine = own_socket(cores, allowed, (local_rank, local_ranks), near)
     if mine is not None:
         bind(cores[mine], allowed)
-    return Machine(tuple(_cards(cores, sys)), max(1, len(cores)), mine or 0)
+    return Machine(tuple(_cards(cores, sys)), max(1, len(cores)), mine or 0, tuple(sorted(allowed)))
 
 
 def discovered(machines: Sequence[Machine], ranks_per_node: int, one_machine: bool) -> Cluster:
-    """Return a description of these nodes: clusters, their cards and the card between them, without speeds.
+    """Return a description of the ranks' nodes: clusters, their cards and the card between them, without speeds. The
+    cores are those that the first node's ranks may use at once.
 
-    one_machine: whether all ranks are on one machine, so that they use no card. Raises BadInputError if the nodes of a
-    network are not consecutive.
+    machines: each rank's view. one_machine: whether all ranks are on one machine, so that they use no card. Raises
+    BadInputError if the nodes of a network are not consecutive.
     """
     memory = units.size(usable_memory(machine_memory()))
-    host = Host(memory=memory, cores=os.cpu_count(), sockets=machines[0].sockets)
+    cores = {core for machine in machines[:ranks_per_node] for core in machine.cores}
+    usable = max(1, int(min(len(cores), cpu_quota().cores)))
+    host = Host(memory=memory, cores=usable, sockets=machines[0].sockets)
     node = Node(ranks=ranks_per_node, host=host)
     if one_machine:
         return Cluster(node=node)
-    clusters, between = networks(machines)
+    clusters, between = networks(machines[::ranks_per_node])
     return Cluster(node=node, clusters=clusters, between=between)
 
 
