@@ -12,6 +12,7 @@ from llmtrain.cluster.control_groups import Quota
 from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.threads import even_cores
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.prepare import check_and_plan
@@ -55,9 +56,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return machine
 
 
-def ranks(sharing: int) -> Ranks:
-    """A rank; as many ranks may use its cores, and one more of another machine."""
-    return cast(Ranks, SimpleNamespace(gather_all=lambda own: [own] * sharing + [[0, 0]]))
+def share(sharing: int) -> int:
+    """A rank's share of the cores; as many ranks may use them, and there is one more of another machine."""
+    return even_cores(lambda own: [own] * sharing + [[0, 0]])
 
 
 def test_a_rank_is_bound_where_its_gpu_is(machine: SimpleNamespace) -> None:
@@ -80,14 +81,14 @@ def test_a_rank_on_cpus_takes_its_share_of_a_socket(
 ) -> None:
     """Stated cores do not change what a CPU computes with."""
     machine.stated = 2
-    assert rank._take_threads(CPU, ranks(4), bound) == torch.get_num_threads() == threads
+    assert rank._take_threads(CPU, share(4), bound) == torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("chosen", "threads"), [(False, 3), (True, 6)])
 def test_a_quota_bounds_the_threads_on_cpus(chosen: bool, threads: int, machine: SimpleNamespace) -> None:
     """Those that the user has set stay."""
     machine.quota, machine.chosen = Quota(3.5, 7), chosen
-    assert rank._take_threads(CPU, ranks(1), None) == torch.get_num_threads() == threads
+    assert rank._take_threads(CPU, share(1), None) == torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("default", "sharing", "threads"), [(1, 1, 8), (1, 2, 4), (1, 3, 2), (1, 9, 1), (6, 2, 4)])
@@ -97,14 +98,14 @@ def test_a_rank_on_a_gpu_takes_its_share_of_the_cores_in_place_of_a_launchers_de
     """torchrun's default is one thread."""
     monkeypatch.setenv("OMP_NUM_THREADS", str(default))
     torch.set_num_threads(default)
-    assert rank._take_threads(GPU, ranks(sharing), None) == torch.get_num_threads() == threads
+    assert rank._take_threads(GPU, share(sharing), None) == torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(("sharing", "threads"), [(1, 6), (2, 4)])
 def test_a_rank_on_a_gpu_takes_at_most_its_share_where_no_launcher_sets_threads(
     sharing: int, threads: int, machine: SimpleNamespace
 ) -> None:
-    assert rank._take_threads(GPU, ranks(sharing), BOUND) == torch.get_num_threads() == threads
+    assert rank._take_threads(GPU, share(sharing), BOUND) == torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("stated", [None, 2])
@@ -113,14 +114,45 @@ def test_threads_that_the_user_has_set_stay_on_a_gpu(
 ) -> None:
     machine.chosen, machine.stated = True, stated
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    assert rank._take_threads(GPU, ranks(4), BOUND) == torch.get_num_threads() == 6
+    assert rank._take_threads(GPU, share(4), BOUND) == torch.get_num_threads() == 6
 
 
 @pytest.mark.parametrize(("stated", "threads"), [(2, 2), (4, 4), (7, 4), (100, 4)])
 def test_stated_cores_set_the_threads_on_a_gpu(stated: int, threads: int, machine: SimpleNamespace) -> None:
     """At most as many as the rank's share of the cores that it may use: the description may be of a whole machine."""
     machine.stated = stated
-    assert rank._take_threads(GPU, ranks(2), None) == torch.get_num_threads() == threads
+    assert rank._take_threads(GPU, share(2), None) == torch.get_num_threads() == threads
+
+
+def offloads(device: str = "cuda", part: float = 1.0, on_device: bool = False) -> Plan:
+    """A plan of which a part of the optimizer states leaves the device."""
+    sharding = SimpleNamespace(offload=SimpleNamespace(share=part, on_device=on_device))
+    return cast(Plan, SimpleNamespace(device=device, sharding=sharding))
+
+
+@pytest.mark.parametrize(
+    ("plan", "threads", "stated", "could"),
+    [
+        (offloads(), 1, None, 4),
+        (offloads(), 2, None, 4),
+        (offloads(), 3, None, None),
+        # The description lets the rank take fewer.
+        (offloads(), 1, 2, 2),
+        (offloads(), 2, 2, None),
+        (offloads(part=0.0), 1, None, None),
+        (offloads(on_device=True), 1, None, None),
+        (offloads("cpu"), 1, None, None),
+    ],
+)
+def test_few_threads_of_the_user_are_told_where_they_step_states(
+    plan: Plan, threads: int, stated: int | None, could: int | None, machine: SimpleNamespace
+) -> None:
+    machine.stated, machine.chosen = stated, True
+    said = f"OMP_NUM_THREADS is {threads}, and a rank could step offloaded states with {could} threads; unset it "
+    found = rank._few_threads(plan, share(2), threads)
+    assert [sentence.startswith(said) for sentence in found] == ([] if could is None else [True])
+    machine.chosen = False
+    assert rank._few_threads(plan, share(2), threads) == []
 
 
 TINY = "model: {layers: 2, hidden: 32, heads: 4, vocab: 64}\ndata: {path: set, sequence_length: 16}\n"

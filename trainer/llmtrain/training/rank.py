@@ -41,7 +41,9 @@ def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launche
     ranks = _connected(plan, place)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         check_same_plan(plan, ranks)
-        threads = _take_threads(plan, ranks, bound)
+        share = even_cores(ranks.gather_all)
+        threads = _take_threads(plan, share, bound)
+        said += _few_threads(plan, share, threads)
         if bound is not None:
             said.append(f"rank 0 runs on socket {bound.socket}, with {units.count(threads, 'thread')}")
         plan, measured = as_measured(open_choices, plan, facts, ranks)
@@ -74,15 +76,16 @@ def _bound(place: Launched | None) -> Bound | None:
     return bind_to_socket(here, [gpu.address for gpu in gpus()])
 
 
-def _take_threads(plan: Plan, ranks: Ranks, bound: Bound | None) -> int:
-    """Set this rank's threads on the host, which step offloaded states, and return their number. Collective."""
+def _take_threads(plan: Plan, share: int, bound: Bound | None) -> int:
+    """Set this rank's threads on the host, which step offloaded states, and return their number. share: number of cores
+    that it has for itself."""
     before = torch.get_num_threads()
     if plan.device == "cpu":
         # torch takes all cores, also where a quota lets it use fewer at once.
         most = before if set_by_user() else usable_cores()
         threads = min(before, most, before if bound is None else bound.threads)
     else:
-        threads = _host_threads(plan, even_cores(ranks.gather_all), before)
+        threads = _host_threads(plan, share, before)
     if threads != before:
         torch.set_num_threads(threads)
     return threads
@@ -98,6 +101,21 @@ def _host_threads(plan: Plan, share: int, default: int) -> int:
         return min(stated, share)
     # A launcher's default says nothing about this machine. Without one, torch takes its physical cores.
     return share if THREADS in os.environ else min(share, default)
+
+
+def _few_threads(plan: Plan, share: int, threads: int) -> list[str]:
+    """Return a sentence if the user's number of threads, which stays, is at most half of what steps offloaded states
+    without it, else none. Profiles of sites and images set 1."""
+    offload = plan.sharding.offload
+    if plan.device == "cpu" or not offload.share or offload.on_device or not set_by_user():
+        return []
+    could = min(share, step_threads(plan) or share)
+    if 2 * threads > could:
+        return []
+    return [
+        f"{THREADS} is {threads}, and a rank could step offloaded states with {units.count(could, 'thread')}; unset it "
+        "where your profile, job script or image sets it"
+    ]
 
 
 def _connected(plan: Plan, place: Launched | None) -> Ranks:
