@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmtrain.cluster.control_groups import Quota, cpu_quota, group_limit, usable_cores
+from llmtrain.cluster.control_groups import Quota, cpu_quota, group_limit, memory_kills, usable_cores
 
 V2 = "0::/system.slice/slurmd/job_7\n"
 V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu:/\n0::/\n"
@@ -89,3 +89,31 @@ def test_usable_cores(quota: float, cores: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("llmtrain.cluster.control_groups.cpu_quota", lambda: Quota(quota))
     assert usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "kills"),
+    [
+        # Other jobs around the own group do not count.
+        (
+            V2,
+            {
+                "system.slice/slurmd/job_7/memory.events": "oom 5\noom_kill 2\noom_group_kill 0",
+                "memory.events": "oom_kill 9",
+            },
+            2,
+        ),
+        (V2, {"memory.events": "low 0\noom_kill 3"}, 3),
+        (V1, {"memory/job/7/memory.oom_control": "oom_kill_disable 0\nunder_oom 1\noom_kill 4"}, 4),
+        # Of the machine.
+        (V1, {"memory/job/7/memory.oom_control": "oom_kill_disable 0\nunder_oom 0"}, 8),
+        ("", {}, 8),
+    ],
+)
+def test_processes_that_were_killed_as_memory_ran_out(
+    own: str, files: dict[str, str], kills: int, tmp_path: Path
+) -> None:
+    write(tmp_path, own, files)
+    (tmp_path / "vmstat").write_text("pgfault 70\noom_kill 8\n")
+    assert memory_kills(tmp_path / "groups", tmp_path / "own", tmp_path / "vmstat") == kills
+    assert memory_kills(tmp_path / "groups", tmp_path / "absent", tmp_path / "absent") == 0

@@ -1,13 +1,20 @@
 """The launcher's monitor of its ranks' processes, and what it says of a run that failed."""
 
+import os
+import signal
 import subprocess
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 from llmtrain.comm.crash_notes import CrashNotes
+from llmtrain.errors import RunFailedError
+from llmtrain.launch import local
 from llmtrain.launch.local import Restarts
 from llmtrain.launch.monitor import Monitor
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
 def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:
@@ -36,3 +43,65 @@ def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:
 )
 def test_what_the_same_command_does(newest: int | None, said: str) -> None:
     assert Restarts(0, lambda: newest, lambda ranks: ranks).next_step == said
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A launcher on two GPUs whose rank 1 is ended by a signal each time. signal: its number. kills: processes that the
+    kernel has killed, and those that it kills in each attempt. ranks: of each attempt. gpus: seen by each attempt."""
+    state: dict[str, Any] = {"signal": signal.SIGKILL, "kills": 3, "more": 1, "ranks": [], "gpus": []}
+
+    def elastic_launch(config: Any, executable: str) -> Callable[..., None]:
+        def run(*arguments: str) -> None:
+            state["ranks"].append(config.nproc_per_node)
+            state["gpus"].append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            state["kills"] += state["more"]
+            failure = ProcessFailure(local_rank=1, pid=2**22, exitcode=-state["signal"], error_file="<N/A>")
+            raise ChildFailedError("llmtrain", {1: failure})
+
+        return run
+
+    class Signals:
+        asked, interrupts = False, 0
+
+        def ignore(self) -> None:
+            pass
+
+    monkeypatch.setattr(local, "elastic_launch", elastic_launch)
+    monkeypatch.setattr(local, "_Signals", Signals)
+    monkeypatch.setattr(local, "memory_kills", lambda: state["kills"])
+    monkeypatch.setattr(local, "machine_memory", lambda: 480 * 2**30)
+    monkeypatch.setattr(local, "gpu_count", lambda: 2)
+    for name in ("LLMTRAIN_LAUNCHER_PID", "LLMTRAIN_NOTES", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        # Both calls, so that the variable is gone afterwards.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return state
+
+
+OUT = ", as memory ran out (there are 480 GiB for this run; offload less to the host, or set offload.spare=0)"
+
+
+@pytest.mark.parametrize(
+    ("number", "more", "said"),
+    [(signal.SIGKILL, 1, OUT), (signal.SIGKILL, 0, ""), (signal.SIGSEGV, 1, "")],
+    ids=["memory", "other", "segv"],
+)
+def test_a_kill_as_memory_ran_out_is_called_one(
+    number: signal.Signals, more: int, said: str, launcher: dict[str, Any]
+) -> None:
+    launcher |= {"signal": number, "more": more}
+    with pytest.raises(RunFailedError) as error:
+        local.launch(2, [])
+    assert f"rank 1 was killed by {number.name} on " in str(error.value)
+    assert f" after step 0, in starting{said}, so the run stopped; " in str(error.value)
+
+
+def test_a_kill_as_memory_ran_out_hides_no_gpu(launcher: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it, the second loss of a rank does."""
+    for more, ranks, gpus in ((1, [2, 2, 2], [None] * 3), (0, [2, 2, 1], [None, None, "0"])):
+        launcher |= {"more": more, "ranks": [], "gpus": []}
+        with pytest.raises(RunFailedError):
+            local.launch(2, [], Restarts(2, lambda: None, lambda ranks: ranks - 1))
+        assert (launcher["ranks"], launcher["gpus"]) == (ranks, gpus)
+    assert capsys.readouterr().err.count("as memory ran out") == 2

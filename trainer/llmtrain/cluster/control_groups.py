@@ -51,6 +51,15 @@ def usable_cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota().cores)))
 
 
+def memory_kills(groups: Path = GROUPS, own: Path = OWN, machine: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed by now because memory ran out: those of this process's control
+    group, or of the whole machine where the group does not count them. machine: the kernel's file of the latter."""
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _folders("memory", groups, own) for name in names]
+    counts = (line.split()[1] for file in (*files, machine) for line in _lines(file) if line.startswith("oom_kill "))
+    return int(next(counts, "0"))
+
+
 def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
     """Yield the folders of this process's group that may have a controller's files, and of those around it."""
     for line in _lines(own):

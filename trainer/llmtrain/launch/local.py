@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 import psutil
+from llmtrain_data import units
 from llmtrain_data.output import say
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from llmtrain.cluster.control_groups import memory_kills
+from llmtrain.cluster.memory import machine_memory
 from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Ending
 from llmtrain.comm.device import gpu_count
 from llmtrain.comm.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
@@ -55,11 +58,13 @@ class Restarts:
 @dataclass(frozen=True)
 class _End:
     """How an attempt ended. rank: the lost rank, None if a restart cannot help. why: the reason as text, empty if a
-    rank has reported it. code: the exit code of this process."""
+    rank has reported it. code: the exit code of this process. out_of_memory: whether the kernel killed the rank because
+    the machine's memory ran out."""
 
     rank: int | None
     why: str = ""
     code: int = EXIT_FAILED
+    out_of_memory: bool = False
 
     def error(self, restarts: Restarts) -> BaseException:
         """Return the exception that ends this process."""
@@ -136,10 +141,12 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
             at_once = signals.interrupts > 1 and end.code != EXIT_PREEMPTED
             raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error(restarts)
         tried += 1
-        if end.rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
-            _leave_out(end.rank)
+        # Where memory ran out, the rank's GPU is not at fault.
+        suspect = None if end.out_of_memory else end.rank
+        if suspect is not None and suspect == lost and (fewer := restarts.fewer(ranks)) < ranks:
+            _leave_out(suspect)
             ranks = fewer
-        lost = end.rank
+        lost = suspect
         again = "from the start" if newest is None else f"from step {newest}"
         why = end.why or f"rank {end.rank} ended with exit code {end.code}"
         say(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", err=True)
@@ -164,7 +171,7 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
         # The agent's own handlers would end the ranks before they could save.
         signals_to_handle="SIGQUIT",
     )
-    monitor = Monitor(ranks, notes)
+    monitor, kills = Monitor(ranks, notes), memory_kills()
     try:
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
@@ -172,7 +179,9 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
         # Leave out the ranks that the monitor killed: they did not cause the failure.
         failures = [failure for failure in error.failures.values() if failure.pid not in monitor.killed]
         first = _first(failures, monitor)
-        return _stopped(failures, first, signals.asked) or _ending(failures, first, notes, monitor)
+        return _stopped(failures, first, signals.asked) or _ending(
+            failures, first, notes, monitor, memory_kills() > kills
+        )
     finally:
         monitor.close()
         notes.close()
@@ -200,15 +209,21 @@ def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool)
     return None
 
 
-def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashNotes, monitor: Monitor) -> _End:
-    """Return how the run ended. A rank that ended by itself has reported why; a killed rank could not."""
+def _ending(
+    failures: list[ProcessFailure], first: ProcessFailure, notes: CrashNotes, monitor: Monitor, ran_out: bool
+) -> _End:
+    """Return how the run ended. A rank that ended by itself has reported why; a killed rank could not. ran_out: whether
+    the kernel has killed a process because memory ran out."""
     rank, last = first.local_rank, notes.last(first.local_rank)
     # After a rank has died, the other ranks' verdicts only describe its death.
     if verdict := monitor.verdict if monitor.died else notes.verdict:
         return _End(rank, verdict)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        return _End(rank, f"rank {rank} was killed by {name} on {socket.gethostname()} {last}")
+        why = f"rank {rank} was killed by {name} on {socket.gethostname()} {last}"
+        if ran_out and first.exitcode == -signal.SIGKILL:
+            return _End(rank, f"{why}, as memory ran out ({_advice()})", out_of_memory=True)
+        return _End(rank, why)
     # The agent sends the other ranks SIGTERM immediately and SIGKILL after GRACE.
     together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
@@ -221,6 +236,12 @@ def _ending(failures: list[ProcessFailure], first: ProcessFailure, notes: CrashN
     if Ending.LOST in endings.values():
         return _End(rank, f"the ranks lost contact with each other {last}")
     return _End(rank, code=first.exitcode)
+
+
+def _advice() -> str:
+    """Return what takes less of this machine's memory."""
+    less = "offload less to the host, or set offload.spare=0" if gpu_count() else "take a smaller train.microbatch"
+    return f"there are {units.size(machine_memory())} for this run; {less}"
 
 
 def _killed(failure: ProcessFailure) -> bool:
