@@ -92,6 +92,7 @@ BROKEN_RECIPES = [
     ("no tokenizer", GOOD, ["data.tokenizer=nowhere"], "data.tokenizer is nowhere, which is not a folder; expected one that `llmtrain data tokenizer` made"),
     ("misspelt tokenizer", GOOD, ["data.tokenizer=./text"], "data.tokenizer is ./text, which is not a folder; did you mean texts?"),
     ("no hf folder", GOOD, ["model.preset=null", "model.hf=org/name"], "model.hf is org/name, which is not a folder"),
+    ("no run with weights", GOOD, ["checkpoint.weights=nowhere"], "checkpoint.weights is nowhere, which is not a folder; expected that of a run or a checkpoint\n"),
     ("no run to resume", GOOD, ["checkpoint.resume=nowhere"], "checkpoint.resume is nowhere, which is not a folder"),
     ("file as folder", GOOD, ["logging.dir=recipe.yaml"], "logging.dir is recipe.yaml, but recipe.yaml is a file"),
     ("apex without a GPU", GOOD, ["optimizer.backend=apex"], "optimizer.backend is apex, which needs NVIDIA's apex and a GPU"),

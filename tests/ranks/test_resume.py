@@ -1,5 +1,6 @@
 """A checkpoint of any strategy resumes at any other, and at its own bit-exactly."""
 
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import pytest
@@ -63,3 +64,15 @@ def test_goes_on_at_every_other(source: Case, target: Case, trainer: Trainer) ->
 @pytest.mark.parametrize("case", [*STRATEGIES, *QUANTIZED], ids=str)
 def test_goes_on_bit_exactly(case: Case, trainer: Trainer) -> None:
     goes_on(case, case, trainer, 0.0)
+
+
+@pytest.mark.parametrize("target", [Case(4, tensor=2, pipeline=2), Case(2, ("offload.optimizer=host",))], ids=str)
+def test_weights_alone_start_another_layout(target: Case, trainer: Trainer) -> None:
+    source = STRATEGIES[3]
+    trainer.train([source])
+    # The reference starts with the same weights.
+    case = replace(target, base=(f"checkpoint.weights={trainer.result(source).folder}",))
+    trainer.train([case])
+    ours, alone = trainer.result(case).curve, trainer.result(case.reference).curve
+    assert ours["eval", 0] == pytest.approx(trainer.result(source).curve["eval", STEPS], rel=1e-5)
+    assert worst_difference(ours, alone)[0] < 1e-5

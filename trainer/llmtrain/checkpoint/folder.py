@@ -7,11 +7,25 @@ them.
 
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, STEP_FOLDER, Manifest, check, encode
+from llmtrain.checkpoint.manifest import (
+    MANIFEST,
+    SIDECAR,
+    STEP_FOLDER,
+    Manifest,
+    check,
+    check_model,
+    encode,
+    read_manifest,
+)
+from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
 from llmtrain.errors import BadInputError
+from llmtrain.model.hf_config import CONFIG
+from llmtrain.plan.checkpointing import Checkpointing, Origin
+from llmtrain.plan.plan import Plan
 from llmtrain.yaml.near_folder import expect_run_folder
 
 
@@ -42,14 +56,35 @@ def find_checkpoints(path: Path) -> list[Path]:
     return step_folders(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[::-1]
 
 
-def check_start(start: str, own: Path) -> None:
-    """Check that a run may start from what `checkpoint.resume` says. own: the folder of its own checkpoints. Raises
+def check_start(saving: Checkpointing, own: Path) -> None:
+    """Check that a run may start from what its recipe says. own: the folder of its own checkpoints. Raises
     BadInputError."""
-    begun = bool(step_folders(own))
-    if begun and start == "never":
+    if step_folders(own) and not saving.resumes:
         raise BadInputError(begun_before(own))
-    if not begun and start not in ("auto", "never") and not find_checkpoints(Path(start)):
-        raise BadInputError(nothing_in(Path(start)))
+    _checkpoints_of_origin(saving, own)
+
+
+def check_origin(plan: Plan) -> None:
+    """Check that a run's model is that of the other run that it starts from, if that is on this machine. Reads
+    manifests only. Raises BadInputError."""
+    saving, own = plan.checkpoint, Path(plan.logging.dir, plan.name, "checkpoints")
+    if saving.origin is None or not saving.origin.folder.is_dir():
+        return
+    for folder in _checkpoints_of_origin(saving, own):
+        # The run skips a damaged checkpoint, and says so.
+        with suppress(DamagedError):
+            check_model(folder, read_manifest(folder), plan.model)
+            return
+
+
+def _checkpoints_of_origin(saving: Checkpointing, own: Path) -> list[Path]:
+    """Return the checkpoints, newest first, of the other run that a run starts from; none if it has its own."""
+    if saving.origin is None or step_folders(own):
+        return []
+    found = find_checkpoints(saving.origin.folder)
+    if not found:
+        raise BadInputError(nothing_in(saving.origin))
+    return found
 
 
 def begun_before(own: Path) -> str:
@@ -57,9 +92,11 @@ def begun_before(own: Path) -> str:
     return f"{own} holds checkpoints and checkpoint.resume is never; give the run another name"
 
 
-def nothing_in(start: Path) -> str:
+def nothing_in(origin: Origin) -> str:
     """Return a sentence about a folder without checkpoints, from which a run is to start."""
-    return f"checkpoint.resume is {start}, which holds no checkpoint; expected a run's folder"
+    theirs = (origin.folder / CONFIG).is_file()
+    advice = "it is a Hugging Face folder, which model.hf takes" if theirs else "expected a run's folder"
+    return f"{origin.key} is {origin.folder}, which holds no checkpoint; {advice}"
 
 
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:

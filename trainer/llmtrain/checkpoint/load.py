@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.folder import find_checkpoints, step_of
-from llmtrain.checkpoint.manifest import model_of
+from llmtrain.checkpoint.manifest import check_model
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.state_shard import StateRange
@@ -52,8 +51,8 @@ def load(
 ) -> dict[str, JsonValue]:
     """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
 
-    model: the recipe's model; the checkpoint's must be equal except for dropout and the number of positions. A
-    checkpoint of step 0 may lack optimizer states, which are then zeroed. After an error the states are undefined.
+    model: the recipe's model, which `check_model` compares with the checkpoint's. A checkpoint of step 0 may lack
+    optimizer states, which are then zeroed. After an error the states are undefined.
     Raises RunFailedError if the checkpoint is damaged, BadInputError if it holds another model than `shards`.
     """
     try:
@@ -96,7 +95,7 @@ def _fill(
 ) -> dict[str, JsonValue]:
     with CheckpointReader(folder) as reader:
         if model is not None:
-            _check_model(reader, model)
+            check_model(folder, reader.manifest, model)
         for shard in shards:
             _check_fits(reader, shard)
         done, total = 0, sum(len(shard.names) * (shard.end - shard.start) for shard in shards)
@@ -113,16 +112,6 @@ def _fill(
                         shard.write(state, offset + position - first, read)
                     offset += last - first
         return reader.manifest.progress
-
-
-def _check_model(reader: CheckpointReader, model: GPTConfig) -> None:
-    saved, wanted = asdict(model_of(reader.manifest)), asdict(model)
-    for key in wanted:
-        if key not in ("dropout", "positions") and saved[key] != wanted[key]:
-            raise BadInputError(
-                f"model.{key} is {wanted[key]} in the recipe but {saved[key]} in the checkpoint "
-                f"{reader.folder}; make the recipe's model the same"
-            )
 
 
 def _check_fits(reader: CheckpointReader, shard: StateRange) -> None:

@@ -21,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from llmtrain.checkpoint.checksums import Digest, sidecar
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
+from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.memory.checkpoint_copies import BLOCK
@@ -112,6 +113,19 @@ def model_of(manifest: Manifest) -> GPTConfig:
     if wanted != {name: entry.shape for name, entry in manifest.tensors.items()}:
         raise DamagedError(f"{MANIFEST} lists tensors that are not those of the model it describes")
     return config
+
+
+def check_model(folder: Path, manifest: Manifest, model: GPTConfig) -> None:
+    """Raise BadInputError unless `model` is that of the checkpoint in `folder`, except for dropout and the number of
+    positions, which must be equal where they are weights; DamagedError as `model_of` does."""
+    saved, wanted = asdict(model_of(manifest)), asdict(model)
+    free = {"dropout"} if model.family == "gpt2" else {"dropout", "positions"}
+    for key in wanted:
+        if key not in free and saved[key] != wanted[key]:
+            raise BadInputError(
+                f"model.{key} is {wanted[key]} in the recipe but {saved[key]} in the checkpoint "
+                f"{folder}; make the recipe's model the same"
+            )
 
 
 def encode(manifest: Manifest) -> tuple[bytes, bytes]:

@@ -30,6 +30,7 @@ def plan(
     It needs neither the data nor the machines. A run that does not fit the memory of the cluster file is an error that
     names a change with which it fits.
     """
+    from llmtrain.checkpoint.folder import check_origin
     from llmtrain.errors import BadInputError
     from llmtrain.plan.program.in_order import InOrder
     from llmtrain.plan.views.view import view_recipe
@@ -38,6 +39,7 @@ def plan(
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")
     view = view_recipe(recipe, overrides or [], ranks)
+    check_origin(view.plan)
     ordered = None if program is None else InOrder.of(view.plan, program)
     if png is not None:
         # matplotlib takes long to import.

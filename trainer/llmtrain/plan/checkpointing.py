@@ -7,42 +7,38 @@ from llmtrain.recipe.checkpoint import CheckpointConfig
 
 
 @dataclass(frozen=True)
-class ResumeOwn:
-    """The run resumes from its newest undamaged checkpoint, if there is one."""
+class Origin:
+    """What a run without checkpoints of its own starts from. key: of the recipe, which names it. folder: of a run or of
+    a checkpoint. alone: whether the run takes its weights alone, and neither optimizer states nor progress."""
 
-
-@dataclass(frozen=True)
-class StartFresh:
-    """The run starts from the beginning, and has no checkpoints."""
-
-
-@dataclass(frozen=True)
-class StartFrom:
-    """The run resumes from its own checkpoints or, without one, starts from those of another. folder: of a run or of a
-    checkpoint."""
-
+    key: str
     folder: Path
-
-
-Start = ResumeOwn | StartFresh | StartFrom
+    alone: bool
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """When a run saves checkpoints, and what it starts from. every, keep, asynchronous: see CheckpointConfig."""
+    """When a run saves checkpoints, and what it starts from.
+
+    every, keep, asynchronous: see CheckpointConfig. resumes: whether the run resumes from its newest undamaged
+    checkpoint; otherwise it must have none. origin: None for a start from the beginning.
+    """
 
     every: int
     keep: int
     asynchronous: bool
-    start: Start
+    resumes: bool
+    origin: Origin | None
 
 
 def checkpointing(config: CheckpointConfig) -> Checkpointing:
     """Return what a recipe's section says."""
-    return Checkpointing(config.every, config.keep, config.asynchronous, _start(config.resume))
+    return Checkpointing(config.every, config.keep, config.asynchronous, config.resume != "never", _origin(config))
 
 
-def _start(resume: str) -> Start:
-    if resume == "auto":
-        return ResumeOwn()
-    return StartFresh() if resume == "never" else StartFrom(Path(resume))
+def _origin(config: CheckpointConfig) -> Origin | None:
+    if config.weights is not None:
+        return Origin("checkpoint.weights", Path(config.weights), alone=True)
+    if config.resume in ("auto", "never"):
+        return None
+    return Origin("checkpoint.resume", Path(config.resume), alone=False)

@@ -16,7 +16,9 @@ class CheckpointConfig:
     Offloaded states are written without copies, and the next optimizer step waits until they are read.
     resume: auto resumes from the newest undamaged checkpoint in the run's folder, if there is one; never starts from
     the beginning and requires a folder without checkpoints; any other value is the folder of a run or of a checkpoint
-    to start from.
+    whose training the run continues: its weights, optimizer states, steps and position in the data.
+    weights: folder of a run or of a checkpoint, with whose weights alone the run starts at step 0: a second stage, such
+    as fine-tuning. The model must be the same. A run that has checkpoints of its own resumes from those.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -25,3 +27,4 @@ class CheckpointConfig:
     keep: Steps = 3
     asynchronous: Annotated[bool, Field(alias="async")] = True
     resume: str = "auto"
+    weights: str | None = None

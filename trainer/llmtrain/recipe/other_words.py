@@ -38,6 +38,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "save_steps": "checkpoint.every",
         "save_total_limit": "checkpoint.keep",
         "resume_from_checkpoint": "checkpoint.resume",
+        "init_from": "checkpoint.weights or model.hf",
         "log_interval": "logging.every",
         "logging_steps": "logging.every",
         "out_dir": "logging.dir",

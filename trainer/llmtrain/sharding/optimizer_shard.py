@@ -203,12 +203,13 @@ class StepsAhead(Protocol):
 
 
 class OptimizerStateRange:
-    """The states of the elements `[start, end)` of an optimizer shard, as a checkpoint reads and writes them."""
+    """The states of the elements `[start, end)` of an optimizer shard, as a checkpoint reads and writes them. names:
+    those of the states."""
 
-    names = STATES
-
-    def __init__(self, unit: UnitSpec, shard: OptimizerStates, start: int, end: int) -> None:
-        self.unit, self.start, self.end, self._shard = unit, start, end, shard
+    def __init__(
+        self, unit: UnitSpec, shard: OptimizerStates, start: int, end: int, names: tuple[str, ...] = STATES
+    ) -> None:
+        self.unit, self.start, self.end, self.names, self._shard = unit, start, end, names, shard
 
     @property
     def read_late(self) -> bool:

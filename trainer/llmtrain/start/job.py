@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from llmtrain.checkpoint.folder import check_origin
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import find_cluster, given_cluster
 from llmtrain.cluster.topology import check_world
@@ -18,6 +19,7 @@ from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, Sub
 from llmtrain.launch.submit import default_site
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.check import check, check_given
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.prepare import check_recipe, folders_above, named_facts
@@ -55,11 +57,11 @@ def plan_job(
     check_world(allocation.ranks)
     if site.container is None:
         check_recipe(recipe, folders_above(name))
-        _check_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force)
+        check_origin(_checked_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force))
     elif recipe.model.hf is None and (recipe.data.tokenizer is None or recipe.model.vocab not in (None, "auto")):
         # The container has the files; without them, the model's shape is still known.
         check_given(recipe)
-        _check_plan(recipe, _facts(recipe, allocation), force)
+        _checked_plan(recipe, _facts(recipe, allocation), force)
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(
@@ -88,12 +90,13 @@ def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
     )
 
 
-def _check_plan(recipe: Recipe, facts: Facts, force: bool) -> None:
-    """Check the plan of a recipe. force: also take what does not fit the stated memory. Raises BadInputError."""
+def _checked_plan(recipe: Recipe, facts: Facts, force: bool) -> Plan:
+    """Return the plan of a recipe. force: also take what does not fit the stated memory. Raises BadInputError."""
     made = make_plan(recipe, facts)
     check(made, facts)
     if not force and (problem := refusal(recipe, facts, made)):
         raise BadInputError(problem)
+    return made
 
 
 def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:

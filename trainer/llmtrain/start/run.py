@@ -14,7 +14,7 @@ from llmtrain_data.output import say
 from llmtrain_data.waiting import loading
 from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
-from llmtrain.checkpoint.folder import check_start, step_folders, step_of
+from llmtrain.checkpoint.folder import check_origin, check_start, step_folders, step_of
 from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
@@ -29,6 +29,7 @@ from llmtrain.launch.gpus import (
 )
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
+from llmtrain.plan.checkpointing import checkpointing
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import decisions
@@ -64,7 +65,7 @@ def start(
     with _reported_once(place):
         recipe = load_recipe(name, overrides)
         check_recipe(recipe, folders_above(name))
-        check_start(recipe.checkpoint.resume, Path(recipe.logging.dir, recipe.name, "checkpoints"))
+        check_start(checkpointing(recipe.checkpoint), Path(recipe.logging.dir, recipe.name, "checkpoints"))
     if place is None and not dry_run:
         _refuse_second(Path(recipe.logging.dir, recipe.name))
     # PyTorch, which knows whether there are GPUs, must not be loaded yet. With GPUs it does no harm.
@@ -73,6 +74,7 @@ def start(
     facts = _facts(place, nproc, gpus, described=recipe.cluster != "auto")
     with _reported_once(place):
         plan = check_and_plan(recipe, facts)
+        check_origin(plan)
     named = named_facts(recipe, facts)
     too_large = None if force else refusal(recipe, named, plan)
     too_much = None if force else machine_refusal(recipe, named, plan)

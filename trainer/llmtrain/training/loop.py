@@ -46,7 +46,8 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
         ranks.activity.begin("preparing the first step" if run.progress.step < steps else "")
         changed = [f"{change}, changed since the last start{without_effect(change)}" for change in run.changed]
-        run.log.start(run.progress.step, [*decisions, *changed, *unverified(run)], run.progress.tokens)
+        told = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run)]
+        run.log.start(run.progress.step, told, run.progress.tokens)
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
             begin(run)
@@ -90,7 +91,7 @@ def stopped_after(run: Run) -> str:
 
 def without_effect(change: str) -> str:
     """Return words about a change of the recipe that a resumed run ignores; empty for any other."""
-    ignored = change.startswith("checkpoint.resume:")
+    ignored = change.startswith(("checkpoint.resume:", "checkpoint.weights:"))
     return "; it has no effect, because the run resumes from its own checkpoints" if ignored else ""
 
 

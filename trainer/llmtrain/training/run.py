@@ -46,7 +46,8 @@ class Run:
     batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas were
     last found equal. offloaded: what this rank offloads. activations: what moves its activations. moved: what both had
     moved after the last step. clips: whether the last step clipped gradients. changed: how the recipe differs from that
-    of the run's last start; the main rank alone knows it, and the fingerprints of the data.
+    of the run's last start; the main rank alone knows it, and the fingerprints of the data. origin: a sentence about
+    another run that this start began from, None without one.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class Run:
     clips: bool = False
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
+    origin: str | None = None
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from llmtrain.checkpoint.load import load_latest
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.errors import BadInputError
 from llmtrain.model.tensors import UnitSpec, parameter_count
-from llmtrain.plan.checkpointing import StartFresh, StartFrom
-from llmtrain.sharding.optimizer_shard import OptimizerStateRange
+from llmtrain.plan.checkpointing import Origin
+from llmtrain.sharding.optimizer_shard import STATES, OptimizerStateRange
 from llmtrain.training.run import Run
 from llmtrain.training.run_data import DATA, check_data
 from llmtrain.training.run_folder import recipe_changes, write_record
@@ -32,22 +32,17 @@ def save(run: Run) -> None:
 
 
 def start_states(run: Run) -> bool:
-    """Load the run's newest checkpoint, or what `checkpoint.resume` or `model.hf` names; return whether the run has
-    checkpoints of its own. Collective."""
+    """Load the run's newest checkpoint, or what `checkpoint.resume`, `checkpoint.weights` or `model.hf` names; return
+    whether the run has checkpoints of its own. Collective."""
     run.ranks.activity.begin("preparing the model's states")
     run.checkpoints.reserve(_shards_to_write(run))
-    start, own = run.plan.checkpoint.start, run.folder / "checkpoints"
-    progress = _load(run, own)
+    saving, own = run.plan.checkpoint, run.folder / "checkpoints"
+    progress = _load(run, own, STATES)
     resumes = progress is not None
-    match start:
-        case StartFresh() if resumes:
-            raise BadInputError(begun_before(own))
-        case StartFrom(folder) if not resumes:
-            progress = _load(run, folder)
-            if progress is None:
-                raise BadInputError(nothing_in(folder))
-        case _:
-            pass
+    if resumes and not saving.resumes:
+        raise BadInputError(begun_before(own))
+    if not resumes and saving.origin is not None:
+        progress = _load_origin(run, saving.origin)
     accepted, before = run.plan.data.accept_changed, progress if resumes else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
     if progress is not None:
@@ -65,8 +60,21 @@ def start_states(run: Run) -> bool:
     return resumes
 
 
-def _load(run: Run, path: Path) -> dict[str, JsonValue] | None:
-    return load_latest(path, shards_to_read(run), run.ranks, run.log.warn, run.plan.model)
+def _load(run: Run, path: Path, names: tuple[str, ...]) -> dict[str, JsonValue] | None:
+    return load_latest(path, shards_to_read(run, names), run.ranks, run.log.warn, run.plan.model)
+
+
+def _load_origin(run: Run, origin: Origin) -> dict[str, JsonValue] | None:
+    """Load what the run starts from; return its progress if the run continues that, None if it takes the weights
+    alone."""
+    found = _load(run, origin.folder, ("master",) if origin.alone else STATES)
+    if found is None:
+        raise BadInputError(nothing_in(origin))
+    what = "weights alone" if origin.alone else "states"
+    run.origin = (
+        f"the run starts with the {what} of {origin.folder} after its step {found.get('step', 0)} ({origin.key})"
+    )
+    return None if origin.alone else found
 
 
 def restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
@@ -115,10 +123,10 @@ def _shards_to_write(run: Run) -> list[OptimizerStateRange]:
     return shards
 
 
-def shards_to_read(run: Run) -> list[OptimizerStateRange]:
-    """Return all ranges that this rank holds."""
+def shards_to_read(run: Run, names: tuple[str, ...] = STATES) -> list[OptimizerStateRange]:
+    """Return all ranges that this rank holds, of these states."""
     return [
-        OptimizerStateRange(unit.spec, unit.optimizer, *_without_padding(unit.spec, unit.ranges.optimizer))
+        OptimizerStateRange(unit.spec, unit.optimizer, *_without_padding(unit.spec, unit.ranges.optimizer), names)
         for unit in run.engine.units.values()
     ]
 

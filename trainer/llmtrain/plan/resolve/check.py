@@ -56,6 +56,7 @@ def check_given(recipe: Recipe) -> None:
             f"optimizer.warmup is {recipe.optimizer.warmup}{default}; expected at most train.steps "
             f"({recipe.train.steps}), set optimizer.warmup to that or less"
         )
+    _check_one_origin(recipe)
     pipeline = recipe.pipeline
     # recipe.resolved.yaml has both alpha and the list of layers that it led to.
     if pipeline.alpha != 1 and pipeline.split in ("uniform", "balanced"):
@@ -65,15 +66,27 @@ def check_given(recipe: Recipe) -> None:
         )
 
 
+def _check_one_origin(recipe: Recipe) -> None:
+    """Check that the weights of a run's start come from one place. Raises BadInputError."""
+    weights, resume = recipe.checkpoint.weights, recipe.checkpoint.resume
+    given = {"model.hf": recipe.model.hf, "checkpoint.resume": None if resume in ("auto", "never") else resume}
+    for key, other in given.items():
+        if weights is not None and other is not None:
+            raise BadInputError(
+                f"checkpoint.weights is {weights} and {key} is {other}; expected one of them, leave the other out"
+            )
+
+
 def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
     """Check that the folders and files that a recipe names exist. others: folders that its paths may be relative to
     instead, for the advice in errors. Raises BadInputError."""
     _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
     _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
-    # A run with checkpoints resumes from them; the folder that it started from may be gone.
-    begun = any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
-    if recipe.checkpoint.resume not in ("auto", "never") and not begun:
-        _expect_folder("checkpoint.resume", recipe.checkpoint.resume, "that of a run or a checkpoint, or auto or never")
+    if not has_begun(recipe):
+        if recipe.checkpoint.resume not in ("auto", "never"):
+            expected = "that of a run or a checkpoint, or auto or never"
+            _expect_folder("checkpoint.resume", recipe.checkpoint.resume, expected)
+        _expect_folder("checkpoint.weights", recipe.checkpoint.weights, "that of a run or a checkpoint", others)
     for _, prefix in recipe.data.blend():
         for suffix in (".bin", ".idx"):
             if os.path.isfile(f"{prefix}{suffix}"):
@@ -83,6 +96,12 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
             advice = found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix))
             raise BadInputError(f"data.path is {prefix}, but there is no file {prefix}{suffix}; {advice}")
     _expect_writable(Path(recipe.logging.dir), recipe.name)
+
+
+def has_begun(recipe: Recipe) -> bool:
+    """Return whether a recipe's run has checkpoints. It resumes from them; the folder that it started from may be
+    gone."""
+    return any(Path(recipe.logging.dir, recipe.name, "checkpoints").glob("step-*[0-9]"))
 
 
 def found_elsewhere(path: str, suffix: str, folders: Sequence[Path]) -> str:

@@ -10,7 +10,7 @@ from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.check import check_given
+from llmtrain.plan.resolve.check import check_given, has_begun
 from llmtrain.plan.resolve.cluster_source import ranks_of
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
@@ -50,6 +50,9 @@ def assumed(recipe: Recipe, facts: Facts, plan: Plan) -> Iterator[str]:
             f"data.tokenizer is {recipe.data.tokenizer}, which is not here, so this plan has the {plan.model.vocab} "
             "ids of model.preset; set model.vocab to the tokenizer's size"
         )
+    origin = plan.checkpoint.origin
+    if origin is not None and not origin.folder.is_dir() and not has_begun(recipe):
+        yield f"{origin.key} is {origin.folder}, which is not here, so this plan does not say whether its model fits"
     if facts.device == "cpu":
         yield (
             "no cluster file describes an accelerator, so this is the plan for CPUs; add 'cluster={accelerator: "
