@@ -141,7 +141,7 @@ NORM = "model.norm.weight"
     [
         (lambda t: _without(t, NORM), "lacks the tensor model.norm.weight"),
         (lambda t: {**t, NORM: torch.ones(31)}, "has shape [31]; its config.json says [32]"),
-        (lambda t: {**t, NORM: torch.ones(32, dtype=torch.int8)}, "is of type torch.int8"),
+        (lambda t: {**t, NORM: torch.ones(32, dtype=torch.int8)}, "is of type I8"),
         (lambda t: {**t, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, "q_norm.weight, which our llama"),
     ],
 )

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from llmtrain.checkpoint.convert.hf_weights import hf_tensors
+from llmtrain.checkpoint.convert.hf_weights import hf_ranges
 from llmtrain.checkpoint.folder import begun_before, nothing_in
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.errors import BadInputError
-from llmtrain.model.tensors import UnitSpec, parameter_count
+from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.checkpointing import Origin
 from llmtrain.sharding.optimizer_shard import STATES, OptimizerStateRange
 from llmtrain.training.run import Run
@@ -85,22 +85,21 @@ def restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
 
 
 def _import_hf(run: Run, folder: Path) -> None:
-    """Set the masters to the weights of a Hugging Face model."""
-    places = {}
+    """Set the masters to the weights of a Hugging Face model: each rank reads what it holds."""
+    places, wanted = {}, {}
     for unit in run.engine.units.values():
         start, end = _without_padding(unit.spec, unit.ranges.optimizer)
         offset = start
         for tensor, first, last in unit.spec.tensor_ranges(start, end):
-            places[tensor.name] = (unit.optimizer, offset, first, last)
+            places[tensor.name], wanted[tensor.name] = (unit.optimizer, offset), (first, last)
             offset += last - first
     run.ranks.activity.begin(f"reading the weights of {folder}")
-    done, total = 0, parameter_count(run.plan.model)
-    for name, values in hf_tensors(folder, run.plan.model):
+    done, total = 0, sum(last - first for first, last in wanted.values())
+    for name, values in hf_ranges(folder, run.plan.model, wanted):
         done += values.numel()
         run.ranks.activity.moving(done / total)
-        if name in places:
-            shard, offset, first, last = places[name]
-            shard.write("master", offset, values.flatten()[first:last])
+        shard, offset = places[name]
+        shard.write("master", offset, values)
 
 
 def _shards_to_write(run: Run) -> list[OptimizerStateRange]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -81,6 +81,13 @@ _LAYER = {
 }
 
 
+class Sliced(Protocol):
+    """A tensor, or one in a file, of which slices are read."""
+
+    def __getitem__(self, part: slice | tuple[slice, slice], /) -> torch.Tensor:
+        """Return a slice."""
+
+
 @dataclass(frozen=True)
 class HFTensor:
     """One tensor of a Hugging Face model: canonical tensors stacked along dim 0, then changed into a form.
@@ -110,21 +117,26 @@ class HFTensor:
         if self.form == "transposed":
             stacked = stacked.T
         elif self.form == "interleaved":
-            stacked = self._heads(stacked, len(parts), self.heads)
+            # Split dim 0 into `[parts, heads, rest]`, and put the heads first.
+            stacked = stacked.unflatten(0, (len(parts), self.heads, -1)).transpose(0, 1).flatten(0, 2)
         return stacked.contiguous()
 
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the canonical tensors, contiguous, from the Hugging Face tensor of shape `shape`."""
-        if self.form == "transposed":
-            tensor = tensor.T
-        elif self.form == "interleaved":
-            tensor = self._heads(tensor, self.heads, len(self.parts))
-        return [part.contiguous() for part in tensor.split([part.shape[0] for part in self.parts])]
+    def rows(self, index: int, first: int, last: int, stored: Sliced) -> torch.Tensor:
+        """Return the rows `[first, last)` of the canonical tensor `parts[index]`, a view where the form allows it.
 
-    @staticmethod
-    def _heads(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-        """Split dim 0 into `[outer, inner, rest]`, swap outer and inner, and flatten them again."""
-        return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+        stored: the Hugging Face tensor, of shape `shape`. Takes no other elements of it.
+        """
+        if self.form == "interleaved":
+            size, inner = self.parts[index].shape[0] // self.heads, len(self.parts)
+            heads = range(first // size, -(-last // size))
+            # From a row of the part to the same row among the heads of all parts.
+            shifts = {head: (head * (inner - 1) + index) * size for head in heads}
+            ends = {head: (max(first, head * size), min(last, (head + 1) * size)) for head in heads}
+            return torch.cat([stored[ends[h][0] + shifts[h] : ends[h][1] + shifts[h]] for h in heads])
+        before = sum(part.shape[0] for part in self.parts[:index])
+        if self.form == "transposed":
+            return stored[:, before + first : before + last].T
+        return stored[before + first : before + last]
 
 
 def hf_layout(config: GPTConfig) -> list[HFTensor]:

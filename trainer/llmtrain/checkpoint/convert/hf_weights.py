@@ -1,17 +1,18 @@
-"""Read the weights of a Hugging Face folder, one tensor at a time."""
+"""Read the weights of a Hugging Face folder, one tensor or a part of it at a time."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
 
-import torch
 from llmtrain_data.untrusted import UnreadableError, read_json, reason, regular
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
+from llmtrain.checkpoint.safetensors_file import ITEM_BYTES
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.yaml.shown import shown
@@ -26,17 +27,57 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 _LARGEST_HEADER = 16 << 20
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is. dtype: safetensors' name for it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (canonical name, fp32 tensor of its canonical shape) of the Hugging Face model in `folder`.
 
-    Yields every canonical tensor once, and holds at most one tensor of the files in memory. config: from
-    `read_hf_config` of the folder. Raises BadInputError if a tensor is missing, has another shape or is not part of
-    our model.
+    Yields every canonical tensor once. See `hf_ranges` for the rest.
     """
+    specs = {part.name: part for tensor in hf_layout(config) for part in tensor.parts}
+    for name, values in hf_ranges(folder, config, {name: (0, spec.numel) for name, spec in specs.items()}):
+        yield name, values.view(specs[name].shape)
+
+
+def hf_ranges(folder: Path, config: GPTConfig, wanted: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (canonical name, elements) of each wanted range of the Hugging Face model in `folder`, by tensor.
+
+    wanted: by canonical name, the `[first, last)` of the tensor's elements, not empty. elements: fp32 `[last - first]`,
+    contiguous. Reads only the rows of the range (of a matrix that the files hold transposed: the columns), and holds at
+    most one tensor in memory. config: from `read_hf_config` of the folder. Raises BadInputError if a tensor, wanted or
+    not, is missing, has another shape or is not part of our model.
+    """
+    stored = _stored(folder, config)
+    for tensor in hf_layout(config):
+        held = [(index, part) for index, part in enumerate(tensor.parts) if part.name in wanted]
+        if not held:
+            continue
+        source = stored[tensor.name]
+        # Open the file for each tensor: the pages of a file that stays mapped would all be in memory in the end.
+        with _reading(source.path), safe_open(source.path, framework="pt") as file:
+            values = file.get_slice(source.name)
+            for index, part in held:
+                first, last = wanted[part.name]
+                row = prod(part.shape[1:])
+                start = first // row
+                rows = tensor.rows(index, start, -(-last // row), values)
+                yield part.name, rows.float().flatten()[first - start * row : last - start * row]
+
+
+def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
+    """Return the place of each tensor of the layout, by its name there, after checking all of them."""
     places = _places(folder)
     layout = hf_layout(config)
     found = {tensor.name: _find(tensor.name, places, folder) for tensor in layout}
-    known = {name for name in places if _DERIVED.search(name)} | set(found.values())
+    known = {name for name in places if _DERIVED.search(name)} | {one.name for one in found.values()}
     if config.tie_embeddings:
         known |= set(_HEADS)
     if unknown := sorted(places.keys() - known):
@@ -45,29 +86,30 @@ def hf_tensors(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
             f"{config.family} models"
         )
     for tensor in layout:
-        values = _get(places[found[tensor.name]], found[tensor.name], tensor)
-        for part, canonical in zip(tensor.parts, tensor.split(values), strict=True):
-            yield part.name, canonical
+        _check(found[tensor.name], tensor)
+    return found
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by tensor name."""
+def _places(folder: Path) -> dict[str, _Stored]:
+    """Return the place of each tensor, by its name in the files."""
     places = {}
     for path in _files(folder):
-        with _opened(path) as file:
-            places.update(dict.fromkeys(file.keys(), path))
+        with _reading(path):
+            with open(path, "rb", opener=regular) as raw:
+                header = int.from_bytes(raw.read(8), "little")
+            if header > _LARGEST_HEADER:
+                raise BadInputError(f"{path} has a header of {header} bytes; expected at most {_LARGEST_HEADER}")
+            with safe_open(path, framework="pt") as file:
+                for name in list(file.keys()):
+                    held = file.get_slice(name)
+                    places[name] = _Stored(path, name, tuple(held.get_shape()), held.get_dtype())
     return places
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with open(path, "rb", opener=regular) as raw:
-            header = int.from_bytes(raw.read(8), "little")
-        if header > _LARGEST_HEADER:
-            raise BadInputError(f"{path} has a header of {header} bytes; expected at most {_LARGEST_HEADER}")
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"{path} cannot be read as a safetensors file: {reason(error)}") from error
 
@@ -93,22 +135,18 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _find(name: str, places: dict[str, Path], folder: Path) -> str:
-    """Return the tensor's name in the folder. Raises BadInputError if the folder lacks the tensor."""
+def _find(name: str, places: dict[str, _Stored], folder: Path) -> _Stored:
+    """Return the tensor's place. Raises BadInputError if the folder lacks the tensor."""
     candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
     for candidate in candidates:
         if candidate in places:
-            return candidate
+            return places[candidate]
     raise BadInputError(f"{folder} lacks the tensor {name}; its weights are not those of its config.json")
 
 
-def _get(path: Path, name: str, expected: HFTensor) -> Tensor:
-    # Open the file for each tensor: the pages of a file that stays mapped would all be in memory in the end.
-    with _opened(path) as file:
-        values: Tensor = file.get_tensor(name)
-    if tuple(values.shape) != expected.shape:
-        shape = list(values.shape)
-        raise BadInputError(f"{name} in {path} has shape {shape}; its config.json says {list(expected.shape)}")
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise BadInputError(f"{name} in {path} is of type {values.dtype}; expected fp32, bf16 or fp16")
-    return values.float()
+def _check(stored: _Stored, expected: HFTensor) -> None:
+    where = f"{stored.name} in {stored.path}"
+    if stored.shape != expected.shape:
+        raise BadInputError(f"{where} has shape {list(stored.shape)}; its config.json says {list(expected.shape)}")
+    if stored.dtype not in ITEM_BYTES:
+        raise BadInputError(f"{where} is of type {stored.dtype}; expected fp32, bf16 or fp16")
