@@ -26,6 +26,6 @@ def verify_digest(data: bytes | bytearray | memoryview, expected: str, file: str
         raise DamagedError(f"{file} does not match its checksum {where}")
 
 
-def sidecar(name: str, content: bytes) -> bytes:
+def sidecar(name: str, content: bytes | bytearray) -> bytes:
     """Return the text of the file beside `name` that has the digest of its content, in the format of `xxhsum -H3`."""
     return f"XXH3_{digest(content)}  {name}\n".encode()

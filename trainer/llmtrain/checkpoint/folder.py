@@ -102,7 +102,8 @@ def nothing_in(origin: Origin) -> str:
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     """Write the manifest beside the shard files, and rename the folder to `final`, which replaces an older checkpoint.
 
-    The checkpoint is durable on return. Raises OSError, and DamagedError if the shard files do not cover all tensors.
+    The checkpoint is durable on return. Raises OSError, and DamagedError if the shard files do not cover all tensors or
+    the manifest is too large.
     """
     check(manifest)
     for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):

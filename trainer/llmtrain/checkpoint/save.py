@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -44,6 +44,11 @@ class _Result:
 
     shard_file: ShardFile | None = None
     failure: str = ""
+
+
+@cache
+def _adapter() -> TypeAdapter[_Result]:
+    return TypeAdapter(_Result)
 
 
 class Checkpointer:
@@ -180,7 +185,7 @@ class Checkpointer:
         failure = self._messages.wait_for("open")
         if not failure:
             result = self._write(save)
-            self._messages.publish(str(self._ranks.rank), TypeAdapter(_Result).dump_json(result).decode())
+            self._messages.publish(str(self._ranks.rank), _adapter().dump_json(result).decode())
             failure = self._messages.wait_for("done")
         return failure or None
 
@@ -220,7 +225,7 @@ class Checkpointer:
 
     def _results(self) -> Iterator[_Result]:
         for rank in range(1, self._ranks.layout.world):
-            yield TypeAdapter(_Result).validate_json(self._messages.wait_for(str(rank)))
+            yield _adapter().validate_json(self._messages.wait_for(str(rank)))
             self._messages.delete(str(rank))
 
     def _write(self, save: _Save) -> _Result:

@@ -1,12 +1,11 @@
 """What a run will take before it starts, as plain data. No torch in here."""
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmtrain.model.tensors import parameter_count
+from llmtrain.plan.collection import without_collection
 from llmtrain.plan.cost.lane_times import CPU, LaneTime, lane_times
 from llmtrain.plan.cost.least_time import LeastTime, least_time, step_threads
 from llmtrain.plan.cost.save_hold import SaveHold, save_hold
@@ -92,20 +91,9 @@ class PlanView:
 
 def view_recipe(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PlanView:
     """Return the view of a recipe's plan on a described cluster. ranks: see `described_run`. Raises BadInputError."""
-    # A large plan makes millions of objects, none of them in a cycle; looking for cycles takes a quarter of its time.
-    with _without_collection():
+    # A large plan makes millions of objects.
+    with without_collection():
         return _view(name_or_path, overrides, ranks)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> PlanView:
