@@ -4,10 +4,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.manifest import Manifest, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
-from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import CONFIG
 
 
@@ -22,7 +23,9 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
             manifest = read_manifest(folder)
             rows.append(_summary(folder, manifest))
         except DamagedError as error:
-            rows.append({"folder": str(folder), "damage": str(error)})
+            # Its run may have deleted it since.
+            if folder.is_dir():
+                rows.append({"folder": str(folder), "damage": str(error)})
     return rows
 
 
@@ -35,7 +38,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(folder)
     except DamagedError as error:
-        raise RunFailedError(f"the checkpoint {folder} is damaged: {error}") from error
+        raise failure_of(folder, error) from error
     return _summary(folder, manifest) | {
         "files": {name: entry.bytes for name, entry in manifest.files.items()},
         "tensors": {

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
+from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.folder import find_checkpoints, step_of
 from llmtrain.checkpoint.manifest import check_model
 from llmtrain.checkpoint.plain_file import DamagedError
@@ -58,7 +59,7 @@ def load(
     try:
         return _load(folder, shards, ranks, StoreMessages(ranks, "load"), model)
     except DamagedError as error:
-        raise RunFailedError(f"the checkpoint {folder} is damaged: {error}") from error
+        raise failure_of(folder, error) from error
 
 
 def _candidates(path: Path, ranks: Ranks, messages: StoreMessages) -> list[Path]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from llmtrain_data.progress import Report, progress
 
+from llmtrain.checkpoint.deleted import DeletedError
 from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, StoredRange
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
@@ -12,13 +13,20 @@ from llmtrain.checkpoint.read import CheckpointReader
 def verify(folder: Path) -> list[str]:
     """Return the problems of the checkpoint in `folder`, one sentence per file or block; empty if it is sound.
 
-    Reads every byte, and also finds files that are missing, too long, too short or not part of the checkpoint.
+    Reads every byte, and also finds files that are missing, too long, too short or not part of the checkpoint. Raises
+    DeletedError if the folder is not there at the end.
     """
     try:
-        reader = CheckpointReader(folder)
-    except DamagedError as error:
-        return [str(error)]
-    with reader:
+        problems = _problems_in(folder)
+    except (DamagedError, FileNotFoundError) as error:
+        problems = [str(error)]
+    if problems and not folder.is_dir():
+        raise DeletedError(folder)
+    return problems
+
+
+def _problems_in(folder: Path) -> list[str]:
+    with CheckpointReader(folder) as reader:
         expected = {*reader.manifest.files, MANIFEST, SIDECAR}
         extra = sorted({path.name for path in folder.iterdir()} - expected)
         problems = [f"{name} is not part of the checkpoint" for name in extra]

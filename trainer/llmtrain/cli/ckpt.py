@@ -67,14 +67,22 @@ def verify(source: Source, as_json: Json = False) -> None:
 
     folders = existing(source)
     with loading("PyTorch"):
+        from llmtrain.checkpoint.deleted import DeletedError
         from llmtrain.checkpoint.verify import verify as problems_of
 
-    results = {str(folder): problems_of(folder) for folder in folders}
+    results, deleted = {}, []
+    for folder in folders:
+        try:
+            results[str(folder)] = problems_of(folder)
+        except DeletedError:
+            deleted.append(folder)
     if as_json:
         say_json(results)
     else:
         for folder, problems in results.items():
             say("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
+        for gone in deleted:
+            say(f"{gone}: deleted by its run meanwhile (checkpoint.keep)")
     damaged = [folder for folder, problems in results.items() if problems]
     if damaged:
         raise RunFailedError(

@@ -55,14 +55,18 @@ class TrainedModel:
 def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
     """Load a checkpoint, or a run's newest sound one.
 
-    warn: called with a sentence for each damaged checkpoint, which is skipped. waiting: shows the progress of the load
-    and of later work with the model. Raises RunFailedError if no checkpoint is sound.
+    warn: called with a sentence for each damaged or deleted checkpoint, which is skipped. waiting: shows the
+    progress of the load and of later work with the model. Raises RunFailedError if no checkpoint is sound.
     """
-    for folder in find_checkpoints(source):
+    tried: list[Path] = []
+    # List again after each: a run that has deleted the one that was read has newer ones.
+    while left := [folder for folder in find_checkpoints(source) if folder not in tried]:
+        tried.append(left[0])
         try:
-            return _open(folder, waiting)
+            return _open(left[0], waiting)
         except (DamagedError, RunFailedError) as error:
-            warn(f"skipped the checkpoint {folder}: {error}")
+            reason = error if left[0].is_dir() else "its run has deleted it meanwhile (checkpoint.keep)"
+            warn(f"skipped the checkpoint {left[0]}: {reason}")
     raise RunFailedError(f"none of the checkpoints in {source} is sound, see above; give another run or checkpoint")
 
 

@@ -11,6 +11,7 @@ from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
 from llmtrain.checkpoint.convert.hf_weights import INDEX, WEIGHTS
 from llmtrain.checkpoint.convert.target import new_folder
 from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens, tokenizer_of
+from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
@@ -21,7 +22,7 @@ from llmtrain.checkpoint.safetensors_file import (
     bytes_of,
     safetensors_header,
 )
-from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.hf_config import CONFIG, to_hf_config
 
@@ -34,7 +35,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
 
     dtype: fp32, bf16 or fp16. shard_bytes: largest size of a file, unless one tensor is larger. tokenizer: folder to
     copy the tokenizer from; None: the run's. Raises BadInputError, and RunFailedError if the checkpoint is damaged or
-    the target cannot be written.
+    deleted meanwhile, or the target cannot be written.
     """
     if dtype not in HF_NAMES:
         raise BadInputError(f"--dtype is {dtype!r}; expected one of {', '.join(HF_NAMES)}")
@@ -52,7 +53,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
                 if tokenizer is not None:
                     copy_tokenizer(tokenizer, folder)
     except DamagedError as error:
-        raise RunFailedError(f"the checkpoint {checkpoint} is damaged: {error}") from error
+        raise failure_of(checkpoint, error) from error
 
 
 def _write_weights(
