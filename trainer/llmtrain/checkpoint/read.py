@@ -1,20 +1,22 @@
 """Read ranges of canonical tensors from a checkpoint, and verify every byte before it is returned."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
+from llmtrain_data.files import allow_many_files
 
 from llmtrain.checkpoint.checksums import verify_digest
 from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
-# A checkpoint of many ranks has more files than a process may open, so keep fewer open.
-_OPEN_FILES = 256
+# Most files that a reader keeps open; also at most half of those that the process may open.
+_OPEN_FILES = 65536
 
 
 class CheckpointReader:
@@ -24,6 +26,10 @@ class CheckpointReader:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._open: dict[str, int] = {}
+        # Tensors in their order go through all files of a unit again and again: opening them anew takes longer than
+        # reading them.
+        allow_many_files()
+        self._most_open = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._block = torch.empty(self.manifest.block // ITEM, dtype=torch.float32)
 
     def __enter__(self) -> Self:
@@ -80,7 +86,7 @@ class CheckpointReader:
     def file(self, name: str) -> int:
         """Return the descriptor of a file after verifying its length and header. Raises DamagedError."""
         if name not in self._open:
-            if len(self._open) == _OPEN_FILES:
+            if len(self._open) == self._most_open:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[name] = self._verified(name)
         return self._open[name]

@@ -1,5 +1,6 @@
 """Verify every byte of a checkpoint."""
 
+from collections import defaultdict
 from pathlib import Path
 
 from llmtrain_data.progress import Report, progress
@@ -30,32 +31,34 @@ def _problems_in(folder: Path) -> list[str]:
         expected = {*reader.manifest.files, MANIFEST, SIDECAR}
         extra = sorted({path.name for path in folder.iterdir()} - expected)
         problems = [f"{name} is not part of the checkpoint" for name in extra]
-        unreadable = set()
-        for name in reader.manifest.files:
-            try:
-                reader.file(name)
-            except DamagedError as error:
-                problems.append(str(error))
-                unreadable.add(name)
-        found = [
-            (f"{name} ({state})", stored)
-            for name, tensor in reader.manifest.tensors.items()
-            for state, ranges in tensor.states.items()
-            for stored in ranges
-            if stored.file not in unreadable
-        ]
-        with progress(f"verify {folder.name}", sum(stored.nbytes for _, stored in found), "bytes") as report:
-            for name, stored in found:
-                problems += _problems(reader, name, stored, report)
+        placed = defaultdict(list)
+        for name, tensor in reader.manifest.tensors.items():
+            for state, ranges in tensor.states.items():
+                for stored in ranges:
+                    placed[stored.file].append((f"{name} ({state})", stored))
+        with progress(f"verify {folder.name}", reader.manifest.nbytes, "bytes") as report:
+            # Each file is opened once and read front to back.
+            for file, entry in reader.manifest.files.items():
+                report(entry.header)
+                problems += _problems_of(reader, file, sorted(placed[file], key=lambda one: one[1].offset), report)
     return problems
 
 
-def _problems(reader: CheckpointReader, name: str, stored: StoredRange, report: Report) -> list[str]:
+def _problems_of(
+    reader: CheckpointReader, file: str, placed: list[tuple[str, StoredRange]], report: Report
+) -> list[str]:
+    """Return the problems of one file. placed: the names and places of its ranges, in order."""
+    try:
+        reader.file(file)
+    except DamagedError as error:
+        report(sum(stored.nbytes for _, stored in placed))
+        return [str(error)]
     problems = []
-    for index in range(len(stored.xxh3)):
-        report(min(reader.manifest.block, stored.nbytes - index * reader.manifest.block))
-        try:
-            reader.block(name, stored, index)
-        except DamagedError as error:
-            problems.append(str(error))
+    for name, stored in placed:
+        for index in range(len(stored.xxh3)):
+            report(min(reader.manifest.block, stored.nbytes - index * reader.manifest.block))
+            try:
+                reader.block(name, stored, index)
+            except DamagedError as error:
+                problems.append(str(error))
     return problems
