@@ -166,8 +166,10 @@ class Checkpointer:
 
     def _run_beside(self, save: _Save) -> None:
         """Run one save in the background."""
-        self._run(save)
-        self._idle.set()
+        try:
+            self._run(save)
+        finally:
+            self._idle.set()
 
     def _run(self, save: _Save) -> None:
         """Run one save; turn any error into a sentence for the training loop."""
@@ -285,8 +287,13 @@ class Checkpointer:
         return self._folder / f"{step_name(save.step)}.partial"
 
     def _failure_text(self, save: _Save, reason: str) -> str:
-        kept = step_folders(self._folder)
-        stays = f"the one of step {step_of(kept[-1])} stays" if kept else "there is no earlier one"
+        try:
+            kept = step_folders(self._folder)
+        except OSError:
+            # Often the error that made the save fail.
+            stays = "earlier ones cannot be listed"
+        else:
+            stays = f"the one of step {step_of(kept[-1])} stays" if kept else "there is no earlier one"
         return f"the checkpoint of step {save.step} was not saved: {reason}; {stays}"
 
 
