@@ -25,6 +25,7 @@ from llmtrain_data.checksums import BlockVerifier, ChecksumsWriter, checksums_pa
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import File
 from llmtrain_data.prefix import prefix_advice
+from llmtrain_data.sync import sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -252,7 +253,7 @@ class IndexedWriter:
             self._final[2].unlink(missing_ok=True)
             for partial, final in zip(self._partial, self._final, strict=False):
                 os.replace(partial, final)
-                _fsync_folder(final.parent)
+                sync_folder(final.parent)
             self.discard()
 
     def discard(self) -> None:
@@ -336,11 +337,3 @@ def open_locked(path: Path) -> io.FileIO:
         raise DataError(f"another process is writing {path}; wait for it, or give another --output")
     file.truncate(0)
     return file
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

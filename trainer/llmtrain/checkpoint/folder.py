@@ -6,9 +6,10 @@ them.
 """
 
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from llmtrain_data.sync import sync_folder
 
 from llmtrain.checkpoint.manifest import (
     MANIFEST,
@@ -21,12 +22,14 @@ from llmtrain.checkpoint.manifest import (
     read_manifest,
 )
 from llmtrain.checkpoint.plain_file import DamagedError
-from llmtrain.checkpoint.safetensors_file import DurableFile, sync_folder
+from llmtrain.checkpoint.safetensors_file import DurableFile
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import CONFIG
 from llmtrain.plan.checkpointing import Checkpointing, Origin
 from llmtrain.plan.plan import Plan
 from llmtrain.yaml.near_folder import expect_run_folder
+
+_LEFTOVERS = (".partial", ".pruned", ".replaced")
 
 
 def step_name(step: int) -> str:
@@ -102,48 +105,55 @@ def nothing_in(origin: Origin) -> str:
 def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     """Write the manifest beside the shard files, and rename the folder to `final`, which replaces an older checkpoint.
 
-    The checkpoint is durable on return. Raises OSError, and DamagedError if the shard files do not cover all tensors or
-    the manifest is too large.
+    The checkpoint is there on return, and durable after a `sync_folder` of its parent. An older one stays as
+    `.replaced`. Raises OSError, and DamagedError if the shard files do not cover all tensors or the manifest is too
+    large.
     """
     check(manifest)
     for name, content in zip((MANIFEST, SIDECAR), encode(manifest), strict=True):
         with DurableFile(partial / name) as file:
             file.write(content)
     sync_folder(partial)
-    replaced = final.with_name(final.name + ".replaced")
     if final.exists():
-        final.rename(replaced)
+        final.rename(final.with_name(final.name + ".replaced"))
     partial.rename(final)
-    sync_folder(final.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints up to `step`; checkpoints of later steps are not this run's."""
+    """Delete all but the `keep` newest checkpoints up to `step`; checkpoints of later steps are not this run's.
+
+    Also deletes replaced checkpoints, and what an earlier call could not delete. Raises OSError: on NFS, a folder stays
+    while a program has one of its files open.
+    """
     upto = [path for path in step_folders(folder) if step_of(path) <= step]
-    _delete(folder, upto[:-keep])
+    _drop(folder, upto[:-keep])
+    for path in _leftovers(folder):
+        if path.suffix == ".pruned" or (path.suffix == ".replaced" and path.with_suffix("").exists()):
+            shutil.rmtree(path)
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Delete the checkpoints of steps after `step`."""
-    _delete(folder, [path for path in step_folders(folder) if step_of(path) > step])
+    """Delete the checkpoints of steps after `step`. Raises OSError if they stay checkpoints."""
+    _drop(folder, [path for path in step_folders(folder) if step_of(path) > step])
+    clean(folder)
 
 
-def _delete(folder: Path, paths: Iterable[Path]) -> None:
+def _drop(folder: Path, paths: list[Path]) -> None:
+    """Rename checkpoints, so that they are none any more and can be deleted file by file."""
     for path in paths:
-        gone = path.rename(path.with_name(path.name + ".pruned"))
+        path.rename(path.with_name(path.name + ".pruned"))
+    if paths:
         sync_folder(folder)
-        shutil.rmtree(gone)
 
 
 def clean(folder: Path) -> None:
     """Remove the leftovers of killed saves, and restore a checkpoint that had to give way to one that is incomplete."""
-    for path in folder.glob("step-*.*"):
-        name, _, suffix = path.name.partition(".")
-        if not STEP_FOLDER.fullmatch(name) or suffix not in ("partial", "pruned", "replaced"):
-            continue
-        if suffix == "replaced" and not (folder / name).exists():
-            path.rename(folder / name)
+    for path in _leftovers(folder):
+        if path.suffix == ".replaced" and not path.with_suffix("").exists():
+            path.rename(path.with_suffix(""))
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*.*") if STEP_FOLDER.fullmatch(path.stem) and path.suffix in _LEFTOVERS]

@@ -113,12 +113,3 @@ class DurableFile:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self._path))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries durable: names of new files, renames and removals."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -10,11 +10,12 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from llmtrain_data.sync import sync_folder
 from pydantic import JsonValue, TypeAdapter
 
 from llmtrain.checkpoint.folder import clean, commit, prune, step_folders, step_name, step_of
 from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.safetensors_file import bytes_of, sync_folder
+from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
@@ -212,7 +213,7 @@ class Checkpointer:
                 clean(self._folder)
             failure = self._failure_text(save, _reason(error))
         else:
-            failure, self._warning = "", self._prune(save)
+            failure, self._warning = "", self._settle(save)
         self._messages.publish("done", failure)
         return failure or None
 
@@ -276,11 +277,17 @@ class Checkpointer:
         self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
 
-    def _prune(self, save: _Save) -> str:
+    def _settle(self, save: _Save) -> str:
+        """Make the checkpoint's name durable, and then delete older checkpoints; return a warning, or nothing."""
+        saved = f"the checkpoint of step {save.step} is saved"
+        try:
+            sync_folder(self._folder)
+        except OSError as error:
+            return f"{saved}, but may not survive a power failure, and older ones stay: {_reason(error)}"
         try:
             prune(self._folder, save.step, self._keep)
         except OSError as error:
-            return f"the checkpoint of step {save.step} is saved, but an older one stays: {_reason(error)}"
+            return f"{saved}, but an older one stays: {_reason(error)}"
         return ""
 
     def _partial(self, save: _Save) -> Path:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmtrain_data.progress import progress
+from llmtrain_data.sync import sync_folder
 
 from llmtrain.checkpoint.convert.hf_mapping import hf_layout
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
@@ -42,4 +43,5 @@ def import_hf(source: Path, target: Path) -> None:
         files, entries = merge_shard_files([shard_file])
         manifest = Manifest(step=0, files=files, tensors=entries, progress={"step": 0}, recipe={}, model=asdict(config))
         commit(partial, partial.with_suffix(""), manifest)
+        sync_folder(partial.parent)
         copy_tokenizer(source, folder / "tokenizer")

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmtrain.checkpoint.safetensors_file import sync_folder
+from llmtrain_data.sync import sync_folder
+
 from llmtrain.errors import BadInputError, RunFailedError
 
 
@@ -13,7 +14,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, which is renamed to `target` at the end, or deleted after an error.
 
-    Raises BadInputError if `target` exists already, RunFailedError if it cannot be written.
+    Raises BadInputError if `target` exists already, RunFailedError if it cannot be written or made durable.
     """
     refuse_existing(target)
     partial = target.with_name(target.name + ".partial")
@@ -24,12 +25,17 @@ def new_folder(target: Path) -> Iterator[Path]:
             yield partial
             sync_folder(partial)
             partial.rename(target)
-            sync_folder(target.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     except OSError as error:
         raise RunFailedError(f"{error.filename or target} cannot be written: {error.strerror}") from error
+    try:
+        sync_folder(target.parent)
+    except OSError as error:
+        raise RunFailedError(
+            f"{target} is complete, but may not survive a power failure: {target.parent}: {error.strerror}"
+        ) from error
 
 
 def refuse_existing(target: Path) -> None:
