@@ -128,6 +128,20 @@ class RunLock:
                 watch.give_way()
             pause(watch.why)
 
+    @property
+    def content(self) -> str:
+        """What the file holds while this process has the lock; empty if it was not taken."""
+        return self._content.decode()
+
+    def shows(self, content: str) -> bool:
+        """Return whether the file, opened anew, holds `content`. Not for the holder, whose lock it would free. Raises
+        OSError."""
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return _look(file).content == content.encode()
+        finally:
+            os.close(file)
+
     def check(self) -> None:
         """Raise RunFailedError if another run had taken the folder at the last renewal."""
         if self._lost:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_data.output import say
+from llmtrain_data.sync import sync_folder
 from omegaconf import OmegaConf
 
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
@@ -16,6 +17,7 @@ from llmtrain.launch.run_lock import LOOK, RunLock
 from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import record_changes
+from llmtrain.training.shared_folder import check_shared
 from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.file import read_yaml
 from llmtrain.yaml.shipped import RECORD
@@ -24,7 +26,8 @@ from llmtrain.yaml.shipped import RECORD
 def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
     """Make the folder and take its lock. Collective.
 
-    Raises RunFailedError where another run has the lock, PreemptedError when asked to stop while waiting for it.
+    Raises RunFailedError where another run has the lock or a rank does not see the folder, PreemptedError when asked to
+    stop while waiting for it.
     """
     lock, refusal, told = RunLock(folder), None, set[str]()
 
@@ -42,10 +45,19 @@ def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 refusal = lock.take(pause)
+                if refusal is None:
+                    # Not at the first save: other nodes may see a new folder only a minute later.
+                    (folder / "checkpoints").mkdir(exist_ok=True)
+                    sync_folder(folder)
         except (RunFailedError, PreemptedError) as error:
             refusal = str(error)
-    if refusal := ranks.from_main("refusal", refusal or ""):
-        raise (PreemptedError if refusal == STOPPED_EARLY else RunFailedError)(refusal)
+    try:
+        if refusal := ranks.from_main("refusal", refusal or ""):
+            raise (PreemptedError if refusal == STOPPED_EARLY else RunFailedError)(refusal)
+        check_shared(folder, lock, ranks, stop)
+    except BaseException:
+        lock.release()
+        raise
     return lock
 
 
