@@ -4,16 +4,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from llmtrain_data.untrusted import reason
+
 from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.folder import find_checkpoints
-from llmtrain.checkpoint.manifest import Manifest, read_manifest
-from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError, patiently
 from llmtrain.errors import BadInputError
 from llmtrain.model.hf_config import CONFIG
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
-    """Return step, tokens, bytes and folder of each checkpoint, newest first; of a damaged one, folder and `damage`.
+    """Return step, tokens, bytes and folder of each checkpoint, newest first; of a damaged one, folder and `damage`; of
+    one whose manifest the file system does not give, folder and `unreadable`.
 
     path: the folder of a run or of a checkpoint. Reads manifests only. Raises BadInputError if there is none.
     """
@@ -26,6 +29,8 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
             # Its run may have deleted it since.
             if folder.is_dir():
                 rows.append({"folder": str(folder), "damage": str(error)})
+        except OSError as error:
+            rows.append({"folder": str(folder), "unreadable": f"{MANIFEST}: {reason(error)}"})
     return rows
 
 
@@ -36,7 +41,7 @@ def inspect_checkpoint(path: Path) -> dict[str, Any]:
     """
     folder = existing(path)[0]
     try:
-        manifest = read_manifest(folder)
+        manifest = patiently(folder / MANIFEST, lambda: read_manifest(folder))
     except DamagedError as error:
         raise failure_of(folder, error) from error
     return _summary(folder, manifest) | {

@@ -5,6 +5,7 @@ way to a new checkpoint of the same step. A killed process may leave these three
 them.
 """
 
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -43,15 +44,25 @@ def step_of(path: Path) -> int:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first. They may still be damaged."""
-    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    """Return the complete checkpoints in `folder`, oldest first; none if it does not exist. They may still be damaged.
+    Raises OSError if it cannot be listed."""
+    return sorted((path for path in _folders(folder) if STEP_FOLDER.fullmatch(path.name)), key=step_of)
+
+
+def _folders(folder: Path) -> list[Path]:
+    # Path.glob hides errors: a run would not find its checkpoints, and start again.
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints at `path`, newest first.
 
-    path: the folder of a run, its `checkpoints`, or one checkpoint. Raises BadInputError if it does not exist.
+    path: the folder of a run, its `checkpoints`, or one checkpoint. Raises BadInputError if it does not exist, OSError
+    if it cannot be listed.
     """
     expect_run_folder(path, "give the folder of a run or of a checkpoint")
     if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
@@ -156,4 +167,4 @@ def clean(folder: Path) -> None:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step-*.*") if STEP_FOLDER.fullmatch(path.stem) and path.suffix in _LEFTOVERS]
+    return [path for path in _folders(folder) if STEP_FOLDER.fullmatch(path.stem) and path.suffix in _LEFTOVERS]

@@ -1,16 +1,18 @@
 """Load a checkpoint: every rank reads its own ranges, whichever layout saved them."""
 
 import json
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from llmtrain_data.untrusted import reason
 from pydantic import JsonValue
 
 from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.folder import find_checkpoints, step_of
 from llmtrain.checkpoint.manifest import check_model
-from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.plain_file import DamagedError, UnreachableError, patiently
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.state_shard import StateRange
 from llmtrain.checkpoint.store_messages import StoreMessages
@@ -31,8 +33,9 @@ def load_latest(
 
     path: the folder of a run, its checkpoints, or one checkpoint. warn: called on every rank with a sentence for each
     damaged checkpoint, which is skipped. model: see `load`. wanted: returns whether a step's checkpoint may be loaded;
-    None: all may. Collective. Raises RunFailedError if there are checkpoints but none is sound, BadInputError if a
-    sound one holds another model than `shards`.
+    None: all may. Collective. Raises RunFailedError if there are checkpoints but none is sound, UnreachableError on all
+    ranks if one of them cannot read a checkpoint that may be sound, BadInputError if a sound one holds another model
+    than `shards`.
     """
     messages = StoreMessages(ranks, "load")
     folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
@@ -54,7 +57,8 @@ def load(
 
     model: the recipe's model, which `check_model` compares with the checkpoint's. A checkpoint of step 0 may lack
     optimizer states, which are then zeroed. After an error the states are undefined.
-    Raises RunFailedError if the checkpoint is damaged, BadInputError if it holds another model than `shards`.
+    Raises RunFailedError if the checkpoint is damaged, UnreachableError if it cannot be read, BadInputError if it holds
+    another model than `shards`.
     """
     try:
         return _load(folder, shards, ranks, StoreMessages(ranks, "load"), model)
@@ -63,11 +67,27 @@ def load(
 
 
 def _candidates(path: Path, ranks: Ranks, messages: StoreMessages) -> list[Path]:
-    """Return the checkpoints that rank 0 sees: on a shared file system, other ranks may see them later."""
+    """Return the checkpoints that rank 0 sees: on a shared file system, other ranks may see them later. Raises
+    UnreachableError on all ranks if it cannot list them."""
     if ranks.is_main:
-        found = find_checkpoints(path) if path.is_dir() else []
-        messages.publish("folders", json.dumps([str(folder) for folder in found]))
-    return [Path(folder) for folder in json.loads(messages.wait_for("folders"))]
+        found, failure = list[Path](), ""
+        try:
+            found = patiently(path, lambda: find_checkpoints(path) if path.is_dir() else [])
+        except OSError as error:
+            failure = _sentence(ranks, "list the checkpoints", error)
+        messages.publish("folders", json.dumps([failure, *map(str, found)]))
+    failure, *folders = json.loads(messages.wait_for("folders"))
+    if failure:
+        raise UnreachableError(failure)
+    return [Path(folder) for folder in folders]
+
+
+def _sentence(ranks: Ranks, what: str, error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return (
+        f"rank {ranks.rank} on {socket.gethostname()} cannot {what}: {where}{reason(error)}; the same command resumes "
+        "once it can"
+    )
 
 
 def _load(
@@ -76,16 +96,19 @@ def _load(
     """Load on every rank; if any rank has an error, raise the same error on all."""
     messages.begin()
     progress: dict[str, JsonValue] = {}
-    failure: Exception | None = None
+    failure: UnreachableError | DamagedError | BadInputError | None = None
     try:
         progress = _fill(folder, shards, model, ranks.activity.moving)
     except (DamagedError, BadInputError) as error:
         failure = error
-        messages.publish(type(error).__name__, str(error))
-    damaged, unfit = ranks.sum_all(
-        [float(isinstance(failure, DamagedError)), float(isinstance(failure, BadInputError))]
-    )
-    for kind, count in ((DamagedError, damaged), (BadInputError, unfit)):
+    except OSError as error:
+        failure = UnreachableError(_sentence(ranks, f"load the checkpoint {folder.name}", error))
+    if failure is not None:
+        messages.publish(type(failure).__name__, str(failure))
+    # A checkpoint that one rank cannot read may be sound, whatever others say.
+    kinds = (UnreachableError, DamagedError, BadInputError)
+    counts = ranks.sum_all([float(isinstance(failure, kind)) for kind in kinds])
+    for kind, count in zip(kinds, counts, strict=True):
         if count:
             raise kind(messages.wait_for(kind.__name__))
     return progress

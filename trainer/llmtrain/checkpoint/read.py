@@ -12,7 +12,7 @@ from llmtrain_data.files import allow_many_files
 
 from llmtrain.checkpoint.checksums import verify_digest
 from llmtrain.checkpoint.manifest import ITEM, MANIFEST, StoredRange, read_manifest
-from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
+from llmtrain.checkpoint.plain_file import DamagedError, open_plain, patiently, read_into
 from llmtrain.checkpoint.safetensors_file import bytes_of
 
 # Most files that a reader keeps open; also at most half of those that the process may open.
@@ -20,11 +20,15 @@ _OPEN_FILES = 65536
 
 
 class CheckpointReader:
-    """A checkpoint opened for reading, in a `with` block. Raises DamagedError if its manifest is damaged."""
+    """A checkpoint opened for reading, in a `with` block. Raises DamagedError if its manifest is damaged.
+
+    All methods raise OSError, with the path, after an error of the file system that lasts for two tries: it does not
+    say that the checkpoint is damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = read_manifest(folder)
+        self.manifest = patiently(folder / MANIFEST, lambda: read_manifest(folder))
         self._open: dict[str, int] = {}
         # Tensors in their order go through all files of a unit again and again: opening them anew takes longer than
         # reading them.
@@ -76,8 +80,9 @@ class CheckpointReader:
         length = min(self.manifest.block, stored.nbytes - begin)
         values = self._block[: length // ITEM]
         view = bytes_of(values)
-        if not read_into(self.file(stored.file), view, stored.offset + begin):
-            raise DamagedError(f"{stored.file} cannot be read at {name}")
+        whole = patiently(self.folder / stored.file, lambda: self._read_into(stored.file, view, stored.offset + begin))
+        if not whole:
+            raise DamagedError(f"{stored.file} ends before {name}")
         first = stored.start + begin // ITEM
         where = f"at {name}, elements {first} to {first + len(values)}"
         verify_digest(view, stored.xxh3[index], stored.file, where)
@@ -85,6 +90,17 @@ class CheckpointReader:
 
     def file(self, name: str) -> int:
         """Return the descriptor of a file after verifying its length and header. Raises DamagedError."""
+        return patiently(self.folder / name, lambda: self._descriptor(name))
+
+    def _read_into(self, name: str, view: memoryview, offset: int) -> bool:
+        try:
+            return read_into(self._descriptor(name), view, offset)
+        except OSError:
+            if name in self._open:
+                os.close(self._open.pop(name))
+            raise
+
+    def _descriptor(self, name: str) -> int:
         if name not in self._open:
             if len(self._open) == self._most_open:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -99,9 +115,9 @@ class CheckpointReader:
                 raise DamagedError(f"{name} is {size} bytes long, but {MANIFEST} says {entry.bytes}")
             header = bytearray(entry.header)
             if not read_into(fd, memoryview(header), 0):
-                raise DamagedError(f"{name} cannot be read in its header")
+                raise DamagedError(f"{name} ends in its header")
             verify_digest(header, entry.xxh3, name, "in its header")
-        except DamagedError:
+        except (DamagedError, OSError):
             os.close(fd)
             raise
         return fd

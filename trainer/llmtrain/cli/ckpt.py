@@ -115,6 +115,8 @@ def convert(
 
 
 def _damage(row: dict[str, object]) -> str:
+    if "unreadable" in row:
+        return f"cannot be read: {row['unreadable']}"
     return f"damaged: {row['damage']}" if "damage" in row else ""
 
 

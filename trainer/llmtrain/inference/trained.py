@@ -19,8 +19,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.load import load
-from llmtrain.checkpoint.manifest import model_of, read_manifest
-from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.manifest import MANIFEST, model_of, read_manifest
+from llmtrain.checkpoint.plain_file import DamagedError, UnreachableError, patiently
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks, connect
@@ -56,7 +56,8 @@ def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | Non
     """Load a checkpoint, or a run's newest sound one.
 
     warn: called with a sentence for each damaged or deleted checkpoint, which is skipped. waiting: shows the
-    progress of the load and of later work with the model. Raises RunFailedError if no checkpoint is sound.
+    progress of the load and of later work with the model. Raises RunFailedError if no checkpoint is sound,
+    UnreachableError or OSError if one cannot be read that may be sound.
     """
     tried: list[Path] = []
     # List again after each: a run that has deleted the one that was read has newer ones.
@@ -65,8 +66,12 @@ def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | Non
         try:
             return _open(left[0], waiting)
         except (DamagedError, RunFailedError) as error:
-            reason = error if left[0].is_dir() else "its run has deleted it meanwhile (checkpoint.keep)"
-            warn(f"skipped the checkpoint {left[0]}: {reason}")
+            if not left[0].is_dir():
+                warn(f"skipped the checkpoint {left[0]}: its run has deleted it meanwhile (checkpoint.keep)")
+            elif isinstance(error, UnreachableError):
+                raise
+            else:
+                warn(f"skipped the checkpoint {left[0]}: {error}")
     raise RunFailedError(f"none of the checkpoints in {source} is sound, see above; give another run or checkpoint")
 
 
@@ -75,7 +80,7 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     ranks.activity.begin(f"loading the checkpoint {folder.name}")
     if waiting is not None:
         waiting.doing = ranks.activity.doing
-    manifest = read_manifest(folder)
+    manifest = patiently(folder / MANIFEST, lambda: read_manifest(folder))
     config = model_of(manifest)
     model = GPT(config, ranks.device)
     weights = [(unit, torch.empty(unit.numel, device=ranks.device)) for unit in model_units(config)]

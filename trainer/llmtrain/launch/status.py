@@ -142,7 +142,10 @@ def _status(folder: Path, known: dict[str, QueuedJob]) -> RunStatus:
 
 def _killed(folder: Path) -> str:
     """Return a sentence about a run that ended without a report."""
-    saved = step_folders(folder / "checkpoints")
+    try:
+        saved = step_folders(folder / "checkpoints")
+    except OSError as error:
+        return f"killed, or lost with its machine; its checkpoints cannot be listed: {error.strerror}"
     if saved:
         return f"killed, or lost with its machine; the same command resumes from step {step_of(saved[-1])}"
     return "killed, or lost with its machine, before a checkpoint was saved; the same command starts at step 0 again"
