@@ -2,9 +2,9 @@
 
 Layout, little-endian u64 numbers. Header: the magic number, whose last byte is the version; bytes of the `.bin`; bytes
 of the `.idx`; digest of the `.idx`; digest of the block digests followed by the header up to here. After the header:
-one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Then, if it is known which
-tokenizer prepared the set: its identity, and the digest of the header's own digest followed by the identity. So the
-header's digest does not depend on whether the tokenizer is known. Digests are XXH3-64.
+one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Then, if it is known how the set
+was encoded: the tokenizer's identity; the id that begins each document, if there is one; and the digest of the header's
+own digest followed by these. So the header's digest does not depend on what is known. Digests are XXH3-64.
 """
 
 import os
@@ -23,18 +23,27 @@ HEADER = struct.Struct("<8sQQQQ")
 SEALED = HEADER.size - 8
 """Bytes of the header that the header's digest covers."""
 
-TAIL = struct.Struct("<QQ")
-"""The tokenizer's identity and its digest."""
+TAIL, TAIL_WITH_BEGIN = struct.Struct("<QQ"), struct.Struct("<QQQ")
+"""The tokenizer's identity, the id that begins each document if there is one, and their digest."""
 
 BLOCK = 1 << 16
 """Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks. This costs little: the
 kernel reads ahead by as much anyway, and hashing one block takes some microseconds."""
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """How a set was encoded. tokenizer: `tokenizer_identity` of the tokenizer. begin: the id that begins each document,
+    None for none."""
+
+    tokenizer: int
+    begin: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checksums:
     """The checksums of a set. blocks: uint64 digest of each `.bin` block. digest: digest of this file's content without
-    the tokenizer. tokenizer: `tokenizer_identity` of the tokenizer that prepared the set, None if it is not known."""
+    the encoding. encoding: None if it is not known."""
 
     path: Path
     bin_bytes: int
@@ -42,7 +51,7 @@ class Checksums:
     idx: int
     digest: int
     blocks: np.ndarray
-    tokenizer: int | None = None
+    encoding: Encoding | None = None
 
 
 def checksums_path(prefix: str | Path) -> Path:
@@ -69,7 +78,7 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
         raise DataError(f"{path} is not a checksums file; {_advice(prefix)}")
     _, bin_bytes, idx_bytes, idx, own = HEADER.unpack(content[: HEADER.size])
     expected = HEADER.size + 8 * block_count(bin_bytes)
-    if len(content) not in (expected, expected + TAIL.size):
+    if len(content) not in (expected, expected + TAIL.size, expected + TAIL_WITH_BEGIN.size):
         raise DataError(
             f"{path} has {len(content)} bytes, but the checksums of {bin_bytes} bytes take {expected}; it is damaged "
             f"or truncated, so {_advice(prefix)}"
@@ -77,8 +86,8 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
     blocks, tail = content[HEADER.size : expected], content[expected:]
     sealed = xxhash.xxh3_64(blocks)
     sealed.update(content[:SEALED])
-    tokenizer = TAIL.unpack(tail)[0] if tail else None
-    if sealed.intdigest() != own or (tokenizer is not None and tail != _tail(own, tokenizer)):
+    encoding = Encoding(*struct.unpack(f"<{len(tail) // 8}Q", tail)[:-1]) if tail else None
+    if sealed.intdigest() != own or (encoding is not None and tail != _tail(own, encoding)):
         raise DataError(f"{path} does not match its own checksum; it is damaged, so {_advice(prefix)}")
     return Checksums(
         path=path,
@@ -87,13 +96,15 @@ def read_checksums(prefix: str | Path) -> Checksums | None:
         idx=idx,
         digest=own,
         blocks=np.frombuffer(blocks, "<u8"),
-        tokenizer=tokenizer,
+        encoding=encoding,
     )
 
 
-def _tail(own: int, tokenizer: int) -> bytes:
-    """Return the bytes that record a tokenizer's identity. own: the header's digest."""
-    return TAIL.pack(tokenizer, xxhash.xxh3_64_intdigest(TAIL.pack(own, tokenizer)))
+def _tail(own: int, encoding: Encoding) -> bytes:
+    """Return the bytes that record how a set was encoded. own: the header's digest."""
+    known = [encoding.tokenizer] if encoding.begin is None else [encoding.tokenizer, encoding.begin]
+    layout = TAIL if encoding.begin is None else TAIL_WITH_BEGIN
+    return layout.pack(*known, xxhash.xxh3_64_intdigest(layout.pack(own, *known)))
 
 
 def _advice(prefix: str | Path) -> str:
@@ -120,16 +131,16 @@ class ChecksumsWriter:
             if self._bytes % BLOCK == 0:
                 self._end_block()
 
-    def finish(self, index: Path, tokenizer: int | None = None) -> None:
-        """Complete the file and fsync it. index: the complete `.idx`. tokenizer: as in `Checksums`."""
+    def finish(self, index: Path, encoding: Encoding | None = None) -> None:
+        """Complete the file and fsync it. index: the complete `.idx`. encoding: as in `Checksums`."""
         if self._bytes % BLOCK:
             self._end_block()
         mapped = File(index).content
         header = HEADER.pack(MAGIC, self._bytes, len(mapped), xxhash.xxh3_64_intdigest(mapped), 0)[:SEALED]
         self._sealed.update(header)
         own = self._sealed.intdigest()
-        if tokenizer is not None:
-            self._file.write(_tail(own, tokenizer))
+        if encoding is not None:
+            self._file.write(_tail(own, encoding))
         self._file.seek(0)
         self._file.write(header + struct.pack("<Q", own))
         self._file.flush()

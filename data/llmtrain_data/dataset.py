@@ -127,6 +127,10 @@ class Samples:
             for start, end in _scanned_ranges(source.token_count):
                 source.check_ids(start, source.read(start, end))
 
+    def begins(self) -> dict[str, int | None]:
+        """Return, by the prefix of each set, the id that begins each of its documents; None if none is recorded."""
+        return {source.data.prefix: source.data.begin for source in self.sources}
+
     def unverified(self) -> list[str]:
         """Return the prefixes of the sets without checksums."""
         return list(dict.fromkeys(source.data.prefix for source in self.sources if source.data.checksums is None))

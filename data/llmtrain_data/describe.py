@@ -22,7 +22,8 @@ class Description:
     """A prepared set. lengths: tokens per document (least, mean, median, 95th percentile, most).
 
     unigram_entropy: entropy of the token frequencies, nats per token. vocab: the tokenizer's vocabulary size, None
-    without a tokenizer. shown: beginnings of the first documents.
+    without a tokenizer. begin: the id that begins each document, None if none is recorded. shown: beginnings of the
+    first documents.
     """
 
     prefix: str
@@ -36,6 +37,7 @@ class Description:
     different_tokens: int
     unigram_entropy: float
     vocab: int | None
+    begin: int | None
     shown: list[str]
 
     def json(self) -> str:
@@ -46,8 +48,9 @@ class Description:
         """Return the description as (name, value) rows."""
         lengths = ", ".join(f"{name} {value:.0f}" for name, value in self.lengths.items())
         vocab = f" of {self.vocab:,}" if self.vocab else ""
+        begin = "" if self.begin is None else f", with the id {self.begin} before each text"
         return [
-            ("documents", f"{self.documents:,} ({self.sequences:,} sequences)"),
+            ("documents", f"{self.documents:,} ({self.sequences:,} sequences){begin}"),
             ("tokens", f"{self.tokens:,} as {self.dtype}, {units.size(self.bytes)} on disk"),
             ("lengths", lengths),
             ("ids", f"{self.different_tokens:,}{vocab} occur, the largest is {self.max_token:,}"),
@@ -78,6 +81,7 @@ def describe(prefix: Path, tokenizer: Path | None, documents: int) -> Descriptio
         different_tokens=int((counts > 0).sum()),
         unigram_entropy=_entropy(counts),
         vocab=vocab,
+        begin=data.begin,
         shown=_beginnings(data, tokenizer, min(documents, data.documents)),
     )
 

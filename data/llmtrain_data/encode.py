@@ -57,15 +57,16 @@ SPECIMENS = (
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """How documents are stored. end: the id that ends each document, None for none. dtype: dtype of the ids."""
+    """How documents are stored. begin, end: ids that begin and end each document, None for none. dtype: of the ids."""
 
+    begin: int | None
     end: int | None
     dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One encoded chunk. ids: the concatenated ids of its texts, with end tokens. lengths: number of ids per text.
+    """One encoded chunk. ids: the concatenated ids of its texts, with begin and end tokens. lengths: number per text.
 
     text_bytes: UTF-8 bytes of text. empty: number of texts without a token, which are skipped. done: as in `Chunk`.
     """
@@ -83,7 +84,7 @@ class Encoder(Protocol):
     name: str
     reason: str
 
-    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], form: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks."""
 
 
@@ -103,7 +104,7 @@ class Gigatoken:
         self._cores = cores
         self.tokenizer = self.load()
 
-    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], form: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks. Raises DataError if the two encoders differ."""
         tokenizers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         tokenizers.put((0, self.tokenizer))
@@ -121,7 +122,7 @@ class Gigatoken:
                 ids, lengths = encode_with(tokenizer, texts)
                 if watched:
                     self._watch(tokenizer, texts)
-                return assemble(chunk, texts, ids, lengths, ending)
+                return assemble(chunk, texts, ids, lengths, form)
             finally:
                 tokenizers.put((made, tokenizer))
 
@@ -159,14 +160,14 @@ class Workers:
         self._folder = folder
         self._cores = cores
 
-    def stream(self, chunks: Iterator[Chunk], ending: DocumentFormat) -> Iterator[Encoded]:
+    def stream(self, chunks: Iterator[Chunk], form: DocumentFormat) -> Iterator[Encoded]:
         """Encode the chunks."""
         # Importing these takes 0.02 s, and gigatoken does not need them.
         import multiprocessing
         from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self._cores, context, _start_worker, (str(self._folder), ending))
+        pool = ProcessPoolExecutor(self._cores, context, _start_worker, (str(self._folder), form))
         try:
             yield from in_order(lambda chunk: _submit(pool, chunk), chunks, self._cores)
         except BrokenProcessPool as error:
@@ -208,39 +209,44 @@ def encode_with(tokenizer: Any, texts: Texts) -> tuple[np.ndarray, np.ndarray]:
     return ids, lengths
 
 
-def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, ending: DocumentFormat) -> Encoded:
-    """Append the end token to each document, and skip texts without a token, as Megatron does.
+def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, form: DocumentFormat) -> Encoded:
+    """Put the begin token before each document and the end token after it, and skip texts without a token, as Megatron
+    does.
 
-    A text that does not end its document gets no end token.
+    A text that continues its document gets no begin token, and one that does not end its document no end token.
     """
-    ends = chunk.ends
+    ends = np.ones(len(lengths), bool) if chunk.ends is None else chunk.ends
+    begins = np.append(not chunk.continues, ends)[:-1]
     kept = lengths > 0
     empty = len(lengths) - int(kept.sum())
     if empty:
-        lengths = lengths[kept]
-        ends = None if ends is None else ends[kept]
-    if ending.end is not None:
-        finished = np.ones(len(lengths), bool) if ends is None else ends
-        ids, lengths = _with_ends(ids, lengths, finished, ending), lengths + finished
-    else:
-        ids = ids.astype(ending.dtype)
+        # The first text with a token begins its document.
+        begins = np.diff(np.cumsum(begins)[kept], prepend=0) > 0
+        lengths, ends = lengths[kept], ends[kept]
+    before, after = begins & (form.begin is not None), ends & (form.end is not None)
+    ids, lengths = _with_marks(ids, lengths, before, after, form), lengths + before + after
     return Encoded(ids, lengths, _text_bytes(texts), empty, chunk.done)
 
 
-def _with_ends(ids: np.ndarray, lengths: np.ndarray, finished: np.ndarray, ending: DocumentFormat) -> np.ndarray:
-    """Return the ids in the dtype of `ending`, with the end token after each finished text."""
-    out = np.full(len(ids) + int(finished.sum()), ending.end, ending.dtype)
-    ends = np.cumsum(lengths + finished)
+def _with_marks(
+    ids: np.ndarray, lengths: np.ndarray, before: np.ndarray, after: np.ndarray, form: DocumentFormat
+) -> np.ndarray:
+    """Return the ids in the dtype of `form`, with the begin and the end token where texts have `before` and `after`."""
+    stops = np.cumsum(lengths + before + after)
+    starts = stops - after - lengths
+    out = np.empty(len(ids) + int(before.sum() + after.sum()), form.dtype)
+    first, last = starts[before] - 1, stops[after] - 1
     if len(ids) < LONG * len(lengths):
-        is_end = np.zeros(len(out), bool)
-        is_end[ends[finished] - 1] = True
-        out[~is_end] = ids
-        return out
-    # For long texts, copying them one by one takes a third of the time.
-    source = 0
-    for length, target in zip(lengths.tolist(), (ends - finished - lengths).tolist(), strict=True):
-        out[target : target + length] = ids[source : source + length]
-        source += length
+        is_text = np.ones(len(out), bool)
+        is_text[first] = is_text[last] = False
+        out[is_text] = ids
+    else:
+        # For long texts, copying them one by one takes a third of the time.
+        source = 0
+        for length, target in zip(lengths.tolist(), starts.tolist(), strict=True):
+            out[target : target + length] = ids[source : source + length]
+            source += length
+    out[first], out[last] = form.begin or 0, form.end or 0
     return out
 
 
@@ -307,10 +313,10 @@ class _Worker:
     """State that a worker process keeps between chunks."""
 
     tokenizer: "tokenizers.Tokenizer"
-    ending: DocumentFormat
+    form: DocumentFormat
 
 
-def _start_worker(folder: str, ending: DocumentFormat) -> None:
+def _start_worker(folder: str, form: DocumentFormat) -> None:
     """Load the tokenizer. Ignore stop signals, which the parent handles; exit when the parent has exited."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
@@ -321,7 +327,7 @@ def _start_worker(folder: str, ending: DocumentFormat) -> None:
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    _Worker.tokenizer, _Worker.ending = load_tokenizer(folder), ending
+    _Worker.tokenizer, _Worker.form = load_tokenizer(folder), form
 
 
 def _work(chunk: Chunk) -> Encoded:
@@ -329,4 +335,4 @@ def _work(chunk: Chunk) -> Encoded:
     rows = _reference_ids(_Worker.tokenizer, texts)
     lengths = np.array([len(row) for row in rows], np.int64)
     ids = np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)])
-    return assemble(chunk, texts, ids, lengths, _Worker.ending)
+    return assemble(chunk, texts, ids, lengths, _Worker.form)

@@ -1,6 +1,6 @@
 """Fingerprints that identify a prepared set and its version, without reading all of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xxhash
@@ -17,7 +17,7 @@ class Fingerprint:
     """The fingerprint of a prepared set, in JSON types. path: its prefix.
 
     index, sample, blocks: XXH3-64 digests in hexadecimal: of the `.idx`, of SAMPLED evenly spread blocks of the `.bin`,
-    and of its checksums file, None if there is none.
+    and of its checksums file, None if there is none. begin: the id that begins each document, None if none is recorded.
     """
 
     path: str
@@ -26,6 +26,8 @@ class Fingerprint:
     index: str
     sample: str
     blocks: str | None = None
+    # The tokens decide whether data is the same; the record may be missing.
+    begin: int | None = field(default=None, compare=False)
 
     def same_data(self, other: "Fingerprint") -> bool:
         """Return whether both sets have the same tokens; paths may differ. If one has no checksums, this misses changes
@@ -48,6 +50,7 @@ def fingerprint(data: IndexedData) -> Fingerprint:
         index=f"{data.index_digest():016x}",
         sample=sample.hexdigest(),
         blocks=f"{data.checksums.digest:016x}" if data.checksums else None,
+        begin=data.begin,
     )
 
 

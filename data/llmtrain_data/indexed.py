@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from llmtrain_data.checksums import BlockVerifier, ChecksumsWriter, checksums_path, read_checksums
+from llmtrain_data.checksums import BlockVerifier, ChecksumsWriter, Encoding, checksums_path, read_checksums
 from llmtrain_data.errors import DataError
 from llmtrain_data.files import File
 from llmtrain_data.prefix import prefix_advice
@@ -107,6 +107,12 @@ class IndexedData:
     def documents(self) -> int:
         """Number of documents."""
         return max(len(self.document_index) - 1, 0)
+
+    @property
+    def begin(self) -> int | None:
+        """The id that begins each document; None if none is recorded."""
+        encoding = self.checksums.encoding if self.checksums else None
+        return encoding.begin if encoding else None
 
     def read(self, first: int, last: int) -> np.ndarray:
         """Return the tokens `[first, last)` as a view of the file, in its dtype.
@@ -204,15 +210,15 @@ class IndexedWriter:
     complete.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], tokenizer: int | None = None) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any], encoding: Encoding | None = None) -> None:
         """Begin the set. Its folder must exist. Overwrites the partial files of a killed writer.
 
-        tokenizer: `tokenizer_identity` of the tokenizer of the ids, recorded beside the checksums.
+        encoding: how the tokens were made, recorded beside the checksums.
 
         Raises DataError while another process writes the same prefix.
         """
         self.dtype = np.dtype(dtype)
-        self._tokenizer = tokenizer
+        self._encoding = encoding
         self._code = next(code for code, kind in TOKEN_DTYPES.items() if np.dtype(kind) == self.dtype)
         # In the order of renaming.
         self._final = [bin_path(prefix), checksums_path(prefix), idx_path(prefix)]
@@ -244,7 +250,7 @@ class IndexedWriter:
     def commit(self) -> None:
         """Finish the set: fsync all files, then rename the tokens, the checksums and the index, in this order."""
         self._write_index()
-        self._checksums.finish(self._partial[2], self._tokenizer)
+        self._checksums.finish(self._partial[2], self._encoding)
         self._flushed()
         os.fsync(self._tokens.fileno())
         self._tokens.close()

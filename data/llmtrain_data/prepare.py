@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain_data import units
+from llmtrain_data.checksums import Encoding
 from llmtrain_data.corpus import Corpus, no_text
 from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
@@ -21,7 +22,13 @@ from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_pat
 from llmtrain_data.output import Terminal
 from llmtrain_data.progress import Report, progress
 from llmtrain_data.ragged import ragged_batches
-from llmtrain_data.tokenizer import end_of_text_id, load_tokenizer, tokenizer_identity, tokenizer_size
+from llmtrain_data.tokenizer import (
+    begin_of_text_id,
+    end_of_text_id,
+    load_tokenizer,
+    tokenizer_identity,
+    tokenizer_size,
+)
 from llmtrain_data.waiting import Waiting
 
 
@@ -29,10 +36,12 @@ from llmtrain_data.waiting import Waiting
 class PrepareOptions:
     """Options of a preparation.
 
+    prepend_begin: begin documents with the beginning-of-text id, if the tokenizer's template begins texts with it.
     append_end: end documents with the end-of-text id. overwrite: replace an existing set. encoder: one of ENCODERS.
     workers: cores to use (None: all).
     """
 
+    prepend_begin: bool = True
     append_end: bool = True
     overwrite: bool = False
     encoder: str = "auto"
@@ -45,13 +54,14 @@ class PrepareOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The result of a preparation. text_bytes: UTF-8 bytes of text. left_out: skipped documents without any token.
-    encoder, reason: as in `Encoder`."""
+    """The result of a preparation. tokens: with those that begin and end documents. text_bytes: UTF-8 bytes of text.
+    left_out: skipped documents without any token. begin: as in `Encoding`. encoder, reason: as in `Encoder`."""
 
     documents: int
     tokens: int
     text_bytes: int
     left_out: int
+    begin: int | None
     dtype: str
     encoder: str
     reason: str
@@ -61,9 +71,10 @@ class Prepared:
         """Return the lines for the command line."""
         rate = units.rate(self.text_bytes / max(self.seconds, 1e-9))
         left_out = f", {units.count(self.left_out, 'empty one')} left out" if self.left_out else ""
+        begin = "" if self.begin is None else f", with the id {self.begin} before each text"
         return [
             f"encoder    {self.encoder} ({self.reason})",
-            f"documents  {self.documents}{left_out}",
+            f"documents  {self.documents}{left_out}{begin}",
             f"tokens     {self.tokens} as {self.dtype}, of {self.text_bytes / max(self.tokens, 1):.2f} bytes",
             f"wrote      {bin_path(prefix)} and {idx_path(prefix)} in {units.duration(self.seconds)} ({rate})",
         ]
@@ -81,7 +92,8 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
     with _busy("loading the tokenizer"):
         size = tokenizer_size(tokenizer)
         reference = load_tokenizer(tokenizer)
-        identity = tokenizer_identity(tokenizer)
+        begin = begin_of_text_id(tokenizer, reference) if options.prepend_begin else None
+        encoding = Encoding(tokenizer_identity(tokenizer), begin)
         end = end_of_text_id(tokenizer, reference) if options.append_end else None
     check_output(prefix, options.overwrite)
     with interruptible(prefix), ragged_batches():
@@ -93,14 +105,14 @@ def prepare(corpus: Corpus, tokenizer: Path, prefix: Path, options: PrepareOptio
             encoder = choose_encoder(tokenizer, reference, first.texts(), options.encoder, options.workers)
         dtype = token_dtype(size)
         gc.freeze()
-        with _writing(prefix, dtype, identity) as writer, progress("prepare", corpus.total, corpus.unit) as report:
-            stream = encoder.stream(chain([first], chunks), DocumentFormat(end, dtype))
+        with _writing(prefix, dtype, encoding) as writer, progress("prepare", corpus.total, corpus.unit) as report:
+            stream = encoder.stream(chain([first], chunks), DocumentFormat(begin, end, dtype))
             counts = _write(writer, stream, report)
             if writer.documents == 0:
                 raise no_text(corpus)
             writer.commit()
     seconds = time.monotonic() - started
-    return _summary(writer, counts, encoder, seconds)
+    return _summary(writer, counts, begin, encoder, seconds)
 
 
 def _busy(what: str) -> Waiting:
@@ -121,11 +133,11 @@ def check_output(prefix: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _writing(prefix: Path, dtype: np.dtype[Any], tokenizer: int) -> Iterator[IndexedWriter]:
+def _writing(prefix: Path, dtype: np.dtype[Any], encoding: Encoding) -> Iterator[IndexedWriter]:
     """Yield a writer; discard its files if it is not committed."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        writer = IndexedWriter(prefix, dtype, tokenizer)
+        writer = IndexedWriter(prefix, dtype, encoding)
         try:
             yield writer
         finally:
@@ -169,12 +181,15 @@ def _write(writer: IndexedWriter, stream: Iterator[Encoded], report: Report) -> 
     return text_bytes, left_out
 
 
-def _summary(writer: IndexedWriter, counts: tuple[int, int], encoder: Encoder, seconds: float) -> Prepared:
+def _summary(
+    writer: IndexedWriter, counts: tuple[int, int], begin: int | None, encoder: Encoder, seconds: float
+) -> Prepared:
     return Prepared(
         documents=writer.documents,
         tokens=writer.token_count,
         text_bytes=counts[0],
         left_out=counts[1],
+        begin=begin,
         dtype=writer.dtype.name,
         encoder=encoder.name,
         reason=encoder.reason,

@@ -58,6 +58,10 @@ class Chunk(Protocol):
     def ends(self) -> np.ndarray | None:
         """For each text, whether it ends a document; bool `[texts]`. None if all do."""
 
+    @property
+    def continues(self) -> bool:
+        """Whether the first text continues the document of the chunk before."""
+
     def texts(self) -> list[str]:
         """Parse. A record without text gives an empty string. Raises DataError."""
 
@@ -72,6 +76,7 @@ class TextChunk:
     pieces: list[bytes]
     ends: np.ndarray | None
     done: int
+    continues: bool = False
 
     def texts(self) -> list[str]:
         """Return the texts."""
@@ -92,6 +97,7 @@ class LinesChunk:
     start: int
     done: int
     ends: None = None
+    continues: bool = False
 
     def texts(self) -> list[str]:
         """Return the texts. Raises DataError that names the invalid line."""
@@ -114,6 +120,7 @@ class ColumnChunk:
     column: Any
     done: int
     ends: None = None
+    continues: bool = False
 
     def texts(self) -> list[str]:
         """Return the texts."""
@@ -299,6 +306,7 @@ class _TextChunks:
     def __init__(self) -> None:
         self._pieces: list[TextPiece] = []
         self._size = 0
+        self._continues = False
 
     def add(self, pieces: Iterator[TextPiece]) -> Iterator[Chunk]:
         for piece in pieces:
@@ -312,7 +320,8 @@ class _TextChunks:
         if pieces:
             ends = np.array([piece.ends for piece in pieces])
             contents = [piece.content for piece in pieces]
-            yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces))
+            continues, self._continues = self._continues, not pieces[-1].ends
+            yield TextChunk(contents, None if ends.all() else ends, sum(piece.done for piece in pieces), continues)
 
 
 def _parse_lines(block: bytes, key: str) -> Sequence[str | None] | None:

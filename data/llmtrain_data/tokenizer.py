@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -196,6 +197,27 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
             "set eos_token in its tokenizer_config.json, or prepare documents without an end token with --no-eod"
         )
     return int(number)
+
+
+def begin_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int | None:
+    """Return the id that the tokenizer's template puts before a text, None if it puts none there.
+
+    Raises DataError if it puts several there, or an id that is not in the vocabulary.
+    """
+    template = tokenizer.encode("").ids
+    if not template:
+        return None
+    # A text shows which of these ids come before it. The template's own token always has an id.
+    token = tokenizer.id_to_token(template[0])
+    encoding = tokenizer.encode("" if token is None else token)
+    before = list(takewhile(lambda pair: pair[1] is None, zip(encoding.ids, encoding.sequence_ids, strict=True)))
+    if before and (token is None or len(before) > 1):
+        ids = ", ".join(str(number) for number, _ in before)
+        raise DataError(
+            f"the tokenizer in {folder} puts the ids {ids} before a text; expected one id of its vocabulary; "
+            "prepare documents without it with --no-bos"
+        )
+    return before[0][0] if before else None
 
 
 def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False) -> int:

@@ -130,7 +130,7 @@ def test_ends_are_put_after_finished_texts(long: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(encode, "LONG", long)
     chunk = TextChunk([b"aa", b"", b"b", b"ccc"], np.array([True, True, False, True]), 9)
     ids, lengths = np.array([1, 1, 2, 3, 3, 3], np.uint32), np.array([2, 0, 1, 3])
-    encoded = encode.assemble(chunk, chunk.texts(), ids, lengths, encode.DocumentFormat(0, np.dtype("uint16")))
+    encoded = encode.assemble(chunk, chunk.texts(), ids, lengths, encode.DocumentFormat(None, 0, np.dtype("uint16")))
     assert encoded.ids.tolist() == [1, 1, 0, 2, 3, 3, 3, 0]
     assert encoded.ids.dtype == np.uint16
     assert encoded.lengths.tolist() == [3, 1, 4]

@@ -12,7 +12,7 @@ from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.plan.resolve.prepare import check_recipe
 from llmtrain.recipe.load import load_recipe
-from llmtrain_data.checksums import TAIL, checksums_path, read_checksums
+from llmtrain_data.checksums import TAIL, Encoding, checksums_path, read_checksums
 from llmtrain_data.corpus import open_corpus
 from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
@@ -163,9 +163,9 @@ def test_the_old_layout_of_a_folder_has_the_same_identity(work: Path) -> None:
 
 
 def test_an_empty_set_records_its_tokenizer(tmp_path: Path) -> None:
-    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16), tokenizer=5)
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16), Encoding(5))
     writer.add(np.zeros(0), np.zeros(1))
     writer.commit()
     found = read_checksums(tmp_path / "set")
     assert found is not None
-    assert (found.tokenizer, len(found.blocks)) == (5, 0)
+    assert (found.encoding, len(found.blocks)) == (Encoding(5), 0)

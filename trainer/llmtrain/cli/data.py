@@ -57,6 +57,9 @@ def prepare(
     separator: Separator = None,
     dataset_split: DatasetSplit = "train",
     shuffle: Shuffle = True,
+    bos: Annotated[
+        bool, typer.Option(help="Prepend the beginning-of-text id to each document, if the tokenizer does so.")
+    ] = True,
     eod: Annotated[bool, typer.Option(help="Append the end-of-text id to each document.")] = True,
     encoder: Annotated[
         Literal["auto", "gigatoken", "tokenizers"],
@@ -75,7 +78,9 @@ def prepare(
         from llmtrain_data.prepare import PrepareOptions
         from llmtrain_data.prepare import prepare as prepare_corpus
 
-        options = PrepareOptions(append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers)
+        options = PrepareOptions(
+            prepend_begin=bos, append_end=eod, overwrite=overwrite, encoder=encoder, workers=workers
+        )
         waiting.doing = lambda: f"opening {source}"
         corpus = open_corpus(source, _options(input_format, text_key, glob, separator, dataset_split, shuffle))
     say(f"input      {corpus.description}")

@@ -1,7 +1,7 @@
 """Load a trained model from a checkpoint, evaluate it, and sample from it."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -12,7 +12,7 @@ from llmtrain_data import units
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SPLITS, open_split
 from llmtrain_data.indexed import bin_path
-from llmtrain_data.tokenizer import hf_tokenizer
+from llmtrain_data.tokenizer import END_OF_TEXT, hf_tokenizer
 from llmtrain_data.waiting import Waiting
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -32,6 +32,7 @@ from llmtrain.plan.resolve.check import found_elsewhere
 from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
+from llmtrain.training.run_data import document_begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,14 @@ class TrainedModel:
     """A checkpoint's model on this machine's device, in fp32.
 
     folder: the checkpoint's. data: the section of the recipe in the checkpoint; None for an imported one, which has no
-    recipe. tokenizer: None if there is none. notice: called after every check, before the computation begins: it says
-    what the user should know of that.
+    recipe. progress: the training loop's state. tokenizer: None if there is none. notice: called after every check,
+    before the computation begins: it says what the user should know of that.
     """
 
     folder: Path
     model: GPT
     data: JsonValue
+    progress: Mapping[str, JsonValue]
     step: int
     tokenizer: Path | None
     ranks: Ranks
@@ -90,7 +92,13 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     # Other sections of the recipe do not matter, and may be of another version.
     data, tokenizer = manifest.recipe.get("data"), tokenizer_of(folder, manifest.recipe)
     return TrainedModel(
-        folder=folder.resolve(), model=model.eval(), data=data, step=manifest.step, tokenizer=tokenizer, ranks=ranks
+        folder=folder.resolve(),
+        model=model.eval(),
+        data=data,
+        progress=manifest.progress,
+        step=manifest.step,
+        tokenizer=tokenizer,
+        ranks=ranks,
     )
 
 
@@ -159,21 +167,41 @@ def complete(
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
     tokenizer = hf_tokenizer(folder)
-    start: list[int] = tokenizer.encode(prompt) or [tokenizer.eos_token_id or 0]
+    end: int | None = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token or END_OF_TEXT)
+    start = _prompt_ids(trained, tokenizer, prompt) or [end or 0]
     vocab = trained.model.config.vocab
-    if max(start) >= vocab:
+    wrong = next((token for token in start if not 0 <= token < vocab), None)
+    if wrong is not None:
         raise BadInputError(
-            f"the tokenizer in {folder} makes token {max(start)} of the prompt, but the model's vocabulary is {vocab}; "
+            f"the tokenizer in {folder} makes token {wrong} of the prompt, but the model's vocabulary is {vocab}; "
             "name the model's own with --tokenizer"
         )
     trained.notice()
     yield prompt
     tokens: list[int] = []
     shown = ""
-    for token in generate(trained.model, start, count, sampling, tokenizer.eos_token_id):
+    for token in generate(trained.model, start, count, sampling, end):
         tokens.append(token)
         text = str(tokenizer.decode(tokens))
         # A character may take several tokens; yield it when it is complete.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text
+
+
+def _prompt_ids(trained: TrainedModel, tokenizer: Any, prompt: str) -> list[int]:
+    """Return the ids that a document of the model's data begins with where its text begins with the prompt.
+
+    The data of an imported checkpoint is unknown, so the tokenizer's template says how it begins. Raises BadInputError.
+    """
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=trained.data is None)
+    if trained.data is None:
+        return ids
+    try:
+        begin = document_begin(trained.progress)
+    except ValidationError as error:
+        raise BadInputError(
+            f"{trained.folder} has fingerprints of the data that cannot be read: {error.errors()[0]['msg']}; give "
+            "another checkpoint"
+        ) from error
+    return ids if begin is None else [begin, *ids]

@@ -46,7 +46,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
         ranks.activity.begin("preparing the first step" if run.progress.step < steps else "")
         changed = [f"{change}, changed since the last start{without_effect(change)}" for change in run.changed]
-        told = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run)]
+        told = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run), *begun_otherwise(run)]
         run.log.start(run.progress.step, told, run.progress.tokens)
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
@@ -108,6 +108,17 @@ def unverified(run: Run) -> list[str]:
         f"{prefix} has no checksums, so damage to it goes unnoticed; `llmtrain data checksum {prefix}` writes them"
         for prefix in run.train_data.unverified()
     ]
+
+
+def begun_otherwise(run: Run) -> list[str]:
+    """Return a warning if not all sets of a blend begin their documents alike."""
+    (first, begins_with), *others = run.train_data.begins().items()
+    return [
+        f"{first} and {prefix} do not begin their documents with the same id (`llmtrain data inspect` shows which); "
+        "prepare both with the beginning-of-text id, or both with --no-bos"
+        for prefix, other in others
+        if other != begins_with
+    ][:1]
 
 
 def warn_of_validation(run: Run) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from llmtrain_data.dataset import Samples, open_split
@@ -26,6 +26,15 @@ def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
     training.check_ids()
     evaluated = plan.training.eval_every and plan.data.split[1]
     return training, open_split(plan.data, "valid", plan.model.vocab) if evaluated else None
+
+
+def document_begin(progress: Mapping[str, JsonValue]) -> int | None:
+    """Return the id that begins each document of a checkpoint's data; None if there is none, or not in all sets alike.
+
+    progress: of the checkpoint. Raises ValidationError if its fingerprints cannot be read.
+    """
+    begins = {one.begin for one in _FINGERPRINTS.validate_python(progress.get(DATA, []))}
+    return begins.pop() if len(begins) == 1 else None
 
 
 def check_data(

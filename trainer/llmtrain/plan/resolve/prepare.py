@@ -96,5 +96,5 @@ def _recorded(recipe: Recipe) -> Iterator[tuple[str, int]]:
         # Opening the data reports damaged checksums.
         with suppress(DataError):
             checksums = read_checksums(prefix)
-            if checksums is not None and checksums.tokenizer is not None:
-                yield prefix, checksums.tokenizer
+            if checksums is not None and checksums.encoding is not None:
+                yield prefix, checksums.encoding.tokenizer
