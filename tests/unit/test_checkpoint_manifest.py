@@ -11,6 +11,7 @@ from llmtrain.checkpoint.manifest import read_manifest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
+from pydantic import JsonValue
 
 from tests.unit.test_checkpoint_save_load import ABOUT, on_ranks, shards_of, values_at
 
@@ -41,7 +42,11 @@ def test_a_manifest_that_no_load_would_read_is_not_saved(tmp_path: Path, monkeyp
 
 
 def test_values_of_the_progress_and_of_the_recipe(tmp_path: Path) -> None:
-    progress = {"norms": [math.inf, -math.inf, 0.1, 1e-5, 1e22, 5e-324], "text": '\u00e9\U0001f642"\n', "none": None}
+    progress: dict[str, JsonValue] = {
+        "norms": [math.inf, -math.inf, 0.1, 1e-5, 1e22, 5e-324],
+        "text": '\u00e9\U0001f642"\n',
+        "none": None,
+    }
     about = {**ABOUT, "recipe": {"lr": math.nan, "steps": 2**62, "nested": {"a": [True, 1.0]}}}
     shards = shards_of(values_at(7), RANKS)
     assert Checkpointer(tmp_path, RANKS, 1, asynchronous=False).save(7, shards, progress, about) is None

@@ -19,6 +19,8 @@ from llmtrain.cli.main import main
 from llmtrain.comm.ranks import Ranks
 from llmtrain.inference import trained
 from llmtrain.launch.status import statuses
+from llmtrain.plan.checkpointing import checkpointing
+from llmtrain.recipe.checkpoint import CheckpointConfig
 
 from tests.unit.test_checkpoint_faults import failing
 from tests.unit.test_checkpoint_save_load import load_and_check, on_ranks, save, shards_of, values_at
@@ -134,7 +136,7 @@ def test_a_start_that_cannot_list_does_not_start_anew(tmp_path: Path, monkeypatc
     save(tmp_path, [10], 1)
     refuse(monkeypatch, "scandir", errno.EACCES, tmp_path.name)
     with pytest.raises(PermissionError):
-        check_start("auto", tmp_path)
+        check_start(checkpointing(CheckpointConfig()), tmp_path)
 
 
 def test_commands_do_not_advise_to_remove(

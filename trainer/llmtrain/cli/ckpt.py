@@ -79,14 +79,14 @@ def verify(source: Source, as_json: Json = False) -> None:
     if as_json:
         say_json(results)
     else:
-        for folder, problems in results.items():
-            say("\n".join(f"{folder}: {problem}" for problem in problems) or f"{folder}: sound")
+        for name, problems in results.items():
+            say("\n".join(f"{name}: {problem}" for problem in problems) or f"{name}: sound")
         for gone in deleted:
             say(f"{gone}: deleted by its run meanwhile (checkpoint.keep)")
-    damaged = [folder for folder, problems in results.items() if problems]
+    damaged = sum(map(bool, results.values()))
     if damaged:
         raise RunFailedError(
-            f"{len(damaged)} of {len(results)} checkpoints in {source} are damaged; remove them: a run resumes from "
+            f"{damaged} of {len(results)} checkpoints in {source} are damaged; remove them: a run resumes from "
             "the newest sound one"
         )
 
