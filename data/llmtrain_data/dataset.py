@@ -57,6 +57,16 @@ class Source:
         return tokens
 
 
+@dataclass(frozen=True)
+class SamplePart:
+    """The first `count` samples of the order of `samples`. share: weight of their mean loss in that of all parts of an
+    evaluation; the shares sum to 1."""
+
+    samples: "Samples"
+    count: int
+    share: float
+
+
 class Samples:
     """The samples of one split: windows of sequence_length + 1 tokens. Neighbouring windows share one token.
 
@@ -98,6 +108,28 @@ class Samples:
             for tokens, origin, start in zip(out, origins.tolist(), starts.tolist(), strict=True):
                 self.sources[origin].check_ids(start, tokens)
         return out
+
+    def whole(self) -> list[SamplePart]:
+        """Return one part per source, with all its samples. The shares are the sources' weights."""
+        return [
+            SamplePart(Samples([source], self.sequence_length), size, source.weight)
+            for source, size in zip(self.sources, self._sizes, strict=True)
+        ]
+
+    def without_repeats(self, count: int) -> list[SamplePart]:
+        """Return the first `count` samples of the endless order as one part, if they are different samples.
+
+        Else return one part per source, with as many samples as the source has among these, but at most all of its
+        samples. The shares are the sources' shares of the `count` samples.
+        """
+        counts = self._interleave.counts(count)
+        if all(drawn <= size for drawn, size in zip(counts, self._sizes, strict=True)):
+            return [SamplePart(self, count, 1.0)]
+        return [
+            SamplePart(whole.samples, min(drawn, whole.count), drawn / count)
+            for whole, drawn in zip(self.whole(), counts, strict=True)
+            if drawn
+        ]
 
     def unigram_entropy(self) -> float:
         """Return the entropy of the split's token frequencies in nats per token; sources count by weight.
@@ -176,10 +208,11 @@ def _open_source(config: DataConfig, split: Split, vocab: int, weight: float, pr
         vocab=vocab,
     )
     if source.samples(config.sequence_length) == 0:
+        part = "" if source.documents == data.documents else f"the {split} split of "
         raise DataError(
-            f"the {split} split of {prefix} has {source.token_count} tokens in {last - first} of {data.documents} "
-            f"documents, too few for one sample of data.sequence_length + 1 = {config.sequence_length + 1}; "
-            f"give it a larger share in data.split, shorten data.sequence_length, or prepare more data"
+            f"{part}{prefix} has {source.token_count} tokens in {source.documents} of {data.documents} documents, too "
+            f"few for one sample of data.sequence_length + 1 = {config.sequence_length + 1}; "
+            f"{part and 'give it a larger share in data.split, '}shorten data.sequence_length, or prepare more data"
         )
     return source
 

@@ -80,6 +80,12 @@ class Interleave:
         sources = self._pattern[inside]
         return sources, periods * self._counts[sources] + self._ranks[inside]
 
+    def counts(self, positions: int) -> list[int]:
+        """Return how many of the first `positions` positions each source has."""
+        periods, rest = divmod(positions, self.period)
+        last = np.bincount(self._pattern[:rest], minlength=len(self._counts))
+        return [periods * each + more for each, more in zip(self._counts.tolist(), last.tolist(), strict=True)]
+
 
 def _whole_shares(weights: list[float]) -> list[int]:
     """Return integers in proportion to the weights, with a sum of at most MAX_PERIOD."""

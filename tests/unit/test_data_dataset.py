@@ -80,6 +80,34 @@ def test_an_epoch_visits_every_sample_once_in_an_order_of_its_own(corpus: Path) 
     assert np.abs(np.corrcoef(starts[0], np.arange(n))[0, 1]) < 0.3
 
 
+def test_a_blend_in_parts(corpus: Path) -> None:
+    path: list[str | float] = [3, str(corpus / "a"), 1, str(corpus / "b")]
+    samples = open_split(config(path, split=(90, 10, 0)), "valid")
+    a, b = (source.samples(LENGTH) for source in samples.sources)
+    assert [(part.count, part.share) for part in samples.whole()] == [(a, 0.75), (b, 0.25)]
+    # The order draws three times as many of `a`.
+    draws = 4 * (a // 3)
+    (first,) = samples.without_repeats(draws)
+    assert (first.samples, first.count, first.share) == (samples, draws, 1.0)
+    assert [(part.count, part.share) for part in samples.without_repeats(4 * a)] == [(a, 0.75), (min(a, b), 0.25)]
+    rows = [part.samples.batch(0, 0, part.count) for part in samples.without_repeats(4 * a)]
+    assert len(np.unique(np.concatenate(rows), axis=0)) == a + min(a, b)
+
+
+def test_the_parts_of_one_set_are_its_samples(corpus: Path) -> None:
+    samples = open_split(config(str(corpus / "a")), "train")
+    for (part,) in (samples.whole(), samples.without_repeats(10**15)):
+        assert (part.count, part.share) == (len(samples), 1.0)
+        assert (part.samples.batch(0, 0, part.count) == samples.batch(0, 0, part.count)).all()
+
+
+def test_a_source_that_is_not_drawn_is_no_part(corpus: Path) -> None:
+    path: list[str | float] = [999, str(corpus / "a"), 1, str(corpus / "b")]
+    samples = open_split(config(path, split=(90, 10, 0)), "valid")
+    (part,) = samples.without_repeats(100)
+    assert (part.count, part.share) == (samples.sources[0].samples(LENGTH), 1.0)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
 def test_permutation_is_one_to_one(n: int) -> None:
     for epoch in range(3):
@@ -92,6 +120,12 @@ def test_permutation_spreads_evenly() -> None:
     places = permute(np.zeros(20000, np.int64), 10, epoch_keys(1, 0, np.arange(20000)))
     counts = Counter(places.tolist())
     assert all(abs(counts[place] - 2000) < 5 * np.sqrt(1800) for place in range(10))
+
+
+@pytest.mark.parametrize("positions", [0, 1, 9, 10, 123])
+def test_positions_of_each_source_are_counted(positions: int) -> None:
+    order = Interleave([0.7, 0.2, 0.1])
+    assert order.counts(positions) == np.bincount(order(np.arange(positions))[0], minlength=3).tolist()
 
 
 @pytest.mark.parametrize(

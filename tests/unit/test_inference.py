@@ -13,6 +13,7 @@ from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
+from llmtrain.inference.generate import Sampling, draw
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain_data.indexed import IndexedWriter
@@ -118,6 +119,15 @@ def test_a_folder_of_texts_is_no_prepared_set(model: str, tmp_path: Path, capsys
     (tmp_path / "texts").mkdir()
     said = refused(capsys, "eval", model, "--data", str(tmp_path / "texts"))
     assert f"prepare it with `llmtrain data prepare {tmp_path / 'texts'} --tokenizer DIR" in said
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-60])
+def test_the_most_likely_token_always_stays(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [*torch.randn(20, 65, generator=generator), torch.tensor([1.0, 3.0, 2.0, 3.0]), torch.zeros(65)]
+    for temperature, top_k in ((1.0, 0), (0.5, 50), (3.0, 1)):
+        drawn = [draw(each, Sampling(temperature, top_k, top_p), generator) for each in logits]
+        assert drawn == [int(each.argmax()) for each in logits]
 
 
 def test_tokenizers_that_do_not_go_with_the_model(

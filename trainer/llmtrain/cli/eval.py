@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from llmtrain_data.output import say, say_json
+from llmtrain_data.output import say, say_json, say_table
 from llmtrain_data.waiting import loading
 
 from llmtrain.cli.arguments import Json
@@ -12,16 +12,28 @@ from llmtrain.cli.arguments import Json
 
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
-    split: Annotated[Literal["train", "valid", "test"], typer.Option(help="Part of the data.")] = "valid",
+    split: Annotated[
+        Literal["train", "valid", "test"] | None,
+        typer.Option(
+            help="Part of the data, by the recipe's data.split.",
+            show_default="valid, or with --data all documents",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="Another prepared set.", metavar="PREFIX", show_default="the recipe's data"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Sequences to evaluate (0: the whole split).")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Sequences to evaluate, of a blend by its weights (0: all, each once).")
+    ] = 0,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Print a model's loss and perplexity on a split of its data, or of another prepared set."""
+    """Print a model's loss and perplexity on a split of its data, or on another prepared set.
+
+    Of all sequences of a blend, a row for each source has its own loss. The loss in the first line is the mean of
+    these, weighted by the blend's weights.
+    """
     from llmtrain.inference.open import open_trained
 
     with loading("PyTorch") as waiting:
@@ -32,9 +44,24 @@ def eval(
     if as_json:
         say_json(result)
         return
+    shares, sources = result["shares"], result.get("sources", [])
+    part = f", of data.split {'/'.join(f'{share:g}' for share in shares)}" if shares else f", all of {data}"
     say(
         f"{result['split']}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f} "
-        f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens, "
-        f"of data.split {'/'.join(f'{share:g}' for share in result['shares'])}; "
-        f"unigram entropy {result['unigram_entropy']:.4f})"
+        f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens{part}; "
+        f"unigram entropy {result['unigram_entropy']:.4f}{'; mean of the sources by weight' if sources else ''})"
     )
+    if sources:
+        say_table(
+            ("source", "weight", "samples", "loss", "perplexity"),
+            [
+                (
+                    each["source"],
+                    f"{each['weight']:.2%}",
+                    f"{each['samples']}",
+                    f"{each['loss']:.4f}",
+                    f"{each['perplexity']:.2f}",
+                )
+                for each in sources
+            ],
+        )

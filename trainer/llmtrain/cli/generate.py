@@ -17,7 +17,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens (0: all).")] = 50,
     top_p: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this."),
+        typer.Option(
+            min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this, at least one."
+        ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[

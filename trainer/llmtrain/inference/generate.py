@@ -12,8 +12,8 @@ from llmtrain.model.gpt import GPT
 @dataclass(frozen=True)
 class Sampling:
     """How to draw the next token. temperature: 0 takes the most likely token. top_k: draw from this many of the most
-    likely (0: all). top_p: draw from the fewest whose probabilities sum up to it (1: all; nucleus sampling, Holtzman et
-    al. 2020)."""
+    likely (0: all). top_p: draw from the fewest whose probabilities sum up to it, at least one (1: all; nucleus
+    sampling, Holtzman et al. 2020)."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -46,11 +46,13 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = logits / sampling.temperature
-    ordered, order = logits.sort(descending=True)
+    # Stable: of equally likely tokens the first one comes first, as in argmax.
+    ordered, order = logits.sort(descending=True, stable=True)
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
     probabilities = ordered.softmax(-1)
-    # Keep a token if the more likely ones have not reached top_p, so that the most likely one is always kept.
+    # Keep a token if the more likely ones have not reached top_p. Keep the most likely one even if top_p is 0.
     kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+    kept[0] = True
     chosen = torch.multinomial(probabilities * kept, 1, generator=generator)
     return int(order[chosen])

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmtrain_data import units
 from llmtrain_data.config import DataConfig
-from llmtrain_data.dataset import SPLITS, open_split
+from llmtrain_data.dataset import SamplePart, Split, open_split
 from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import END_OF_TEXT, hf_tokenizer
 from llmtrain_data.waiting import Waiting
@@ -102,37 +101,51 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
     )
 
 
-def evaluate_on(trained: TrainedModel, split: str, prefix: str | None, count: int, microbatch: int) -> dict[str, Any]:
-    """Return loss (nats per token) and perplexity over `count` samples (0: all) of a split, with facts about them.
+def evaluate_on(
+    trained: TrainedModel, split: Split | None, prefix: str | None, count: int, microbatch: int
+) -> dict[str, Any]:
+    """Return loss (nats per token) and perplexity over `count` samples of a split, with facts about them.
 
-    prefix: a prepared set in place of the recipe's. Raises BadInputError.
+    split: None for all documents of `prefix`, or for the validation split of the recipe's data. prefix: a prepared set
+    in place of the recipe's. count: the first so many samples of the order; 0 for all, each once. Of all samples of a
+    blend, `sources` has the loss of each source, and the loss is their mean, weighted by the blend's weights. Raises
+    BadInputError.
     """
-    if split not in SPLITS:
-        raise BadInputError(f"--split is {split!r}; expected one of {', '.join(SPLITS)}")
     data = _data(trained, prefix)
+    everything = prefix is not None and split is None
+    if everything:
+        data = replace(data, split=(1.0, 0.0, 0.0))
     for _, path in data.blend():
         if not bin_path(path).exists() and (found := found_elsewhere(path, ".bin", _folders_of(trained))):
             raise BadInputError(f"there is no file {path}.bin; {found} with --data")
-    samples = open_split(data, split, trained.model.config.vocab)
+    samples = open_split(data, "train" if everything else split or "valid", trained.model.config.vocab)
     samples.check_ids()
-    count = min(count or len(samples), len(samples))
     trained.notice()
-    trained.ranks.activity.begin(f"evaluating {units.count(count, 'sample')}")
 
     def losses_of(batches: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         yield from ((1, [trained.model(rows[:, :-1], rows[:, 1:])]) for rows in batches)
 
-    loss = mean_loss(trained.model, losses_of, samples, count, microbatch, trained.ranks)
+    parts = [SamplePart(samples, min(count, len(samples)), 1.0)] if count else samples.whole()
+    losses = [
+        mean_loss(trained.model, losses_of, part.samples, part.count, microbatch, trained.ranks) for part in parts
+    ]
+    loss = sum(part.share * each for part, each in zip(parts, losses, strict=True))
     return {
-        "split": split,
+        "split": "all" if everything else split or "valid",
         "loss": loss,
         "perplexity": exp(loss),
         "step": trained.step,
-        "samples": count,
-        "shares": list(data.split),
+        "samples": sum(part.count for part in parts),
+        "shares": None if everything else list(data.split),
         "sequence_length": data.sequence_length,
         "unigram_entropy": samples.unigram_entropy(),
+        **({"sources": list(map(_source, parts, losses))} if len(parts) > 1 else {}),
     }
+
+
+def _source(part: SamplePart, loss: float) -> dict[str, JsonValue]:
+    prefix = part.samples.sources[0].data.prefix
+    return {"source": prefix, "weight": part.share, "samples": part.count, "loss": loss, "perplexity": exp(loss)}
 
 
 def _folders_of(trained: TrainedModel) -> list[Path]:

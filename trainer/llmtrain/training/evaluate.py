@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from llmtrain_data import units
 from llmtrain_data.dataset import Samples
 from torch import Tensor
 
@@ -75,6 +76,7 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     may belong to one document.
     """
     count = min(count, len(samples))
+    ranks.activity.begin(f"evaluating {units.count(count, 'sample')}")
     degree, place = ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA)
     start, end = even_share(count, degree, place)
     # Every rank makes as many passes as the rank with the most samples, because all ranks gather weights together.

@@ -261,7 +261,6 @@ def evaluate(run: Run) -> bool:
     if run.valid_data is None:
         return True
     count = run.plan.training.eval_batches * run.plan.batch.sequences
-    run.ranks.activity.begin(f"evaluating {units.count(min(count, len(run.valid_data)), 'sample')}")
     schedule = run.plan.pipeline.schedule
     checked = InParts(run.ranks, run.stop, schedule.evaluated_together if schedule.ranks > 1 else 1)
 
@@ -272,7 +271,10 @@ def evaluate(run: Run) -> bool:
                 yield passed, losses if counts else []
 
     try:
-        loss = mean_loss(run.model, losses_of, run.valid_data, count, run.plan.batch.microbatch, run.ranks)
+        loss = sum(
+            part.share * mean_loss(run.model, losses_of, part.samples, part.count, run.plan.batch.microbatch, run.ranks)
+            for part in run.valid_data.without_repeats(count)
+        )
     except EvaluationStoppedError:
         run.model.train()
         return False
