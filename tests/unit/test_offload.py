@@ -313,6 +313,27 @@ def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:
     other.publish()
 
 
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_each_read_and_write_of_a_bucket_is_told(tier: Literal["host", "nvme"], tmp_path: Path) -> None:
+    """The watchdog would take the reads and writes of all of them, one after another, for a hang."""
+    units = units_of(torch.bfloat16)
+    offload = Offload(tier=tier, share=1.0, bucket=2048, paths=(str(tmp_path),), weights=(1.0,))
+    buckets, told = buckets_of(units, offload), list[int]()
+    found = open_states(offload, buckets, CPU, torch.bfloat16, torch.float32)
+    assert found is not None
+    found.stepper.moving = lambda: told.append(1)
+    for unit in units:
+        found.take(unit, {})
+    assert len(told) == len(buckets) > 2 * len(units)
+    for unit in units:
+        unit.optimizer.read("master", *unit.optimizer.held)
+    assert len(told) == 2 * len(buckets)
+    # Within one bucket.
+    units[0].optimizer.read("m", 0, 1)
+    assert len(told) == 2 * len(buckets) + 1
+    found.close()
+
+
 def test_regions_are_striped_evenly(tmp_path: Path) -> None:
     """Volumes get the same bytes, but for a page; each region is spread over all of them."""
     paths = [tmp_path / name for name in "abc"]

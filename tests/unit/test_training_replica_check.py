@@ -50,7 +50,7 @@ def test_only_values_that_another_rank_holds_are_read(reads: list[str]) -> None:
     """The other rank holds other optimizer states, as with zero.stage 3, and the same of all other kinds."""
     names = [replica_check._checksum_of_places([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
     names[1] += 1
-    value = replica_check._checksum_of_values([([], iter([torch.ones(4)]))])
+    value = replica_check._checksum_of_values([([], iter([torch.ones(4)]))], lambda: None)
     replica_check.compare(engine(reads), rank(1, [names, []], [[value, 5, value, value], []]), 3, 2)
     assert reads == [kind for kind in replica_check.KINDS if kind != "optimizer states"]
 
@@ -61,3 +61,10 @@ def test_different_values_of_two_ranks_are_told(reads: list[str]) -> None:
         RunFailedError, match="rank 0 on node1 and rank 1 on node1 hold different weights, none of them in a majority"
     ):
         replica_check.compare(engine(reads), rank(1, [names, []], [[7, 7, 7, 7], []]), 3, 2)
+
+
+def test_the_watchdog_sees_each_chunk_that_is_compared() -> None:
+    told = list[int]()
+    held = ([], iter([torch.ones(4), torch.ones(2)]))
+    replica_check._checksum_of_values([held, held], lambda: told.append(1))
+    assert len(told) == 2

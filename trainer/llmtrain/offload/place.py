@@ -72,7 +72,7 @@ def open_offload(plan: Plan, ranks: Ranks, programs: Programs) -> OffloadStores:
     dtype, sums = DTYPES[plan.compute], DTYPES[plan.gradients]
     states = open_states(offload, rank_buckets(plan, ranks.rank), ranks.device, dtype, sums)
     if states is not None:
-        # A step may last longer than the watchdog's patience.
+        # A step may last longer than the watchdog's patience, and so may writing all states at the start.
         states.stepper.moving = ranks.activity.moving
     weights, store = _open_weights(plan, ranks)
     gradients = _open_gradients(plan, ranks, programs)

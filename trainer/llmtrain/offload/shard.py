@@ -72,11 +72,14 @@ class OffloadedShard:
         states, state = self._offloaded.stepper.states, self._rule.masters.names.index(name)
         reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
         if len(reads) == 1:
-            return reads[0]()
+            values = reads[0]()
+            self._offloaded.stepper.moving()
+            return values
         # One part after another: a checkpoint has no memory for all of them twice.
         values, done = torch.empty(end - start), 0
         for read in reads:
             part = to_host(read())
+            self._offloaded.stepper.moving()
             values[done : done + part.numel()].copy_(part)
             done += part.numel()
         return values
@@ -92,6 +95,7 @@ class OffloadedShard:
             self._resident.write(name, first, values[first - start : last - start])
         for number, part, own in self._parts(start, end):
             self._offloaded.stepper.states.write(number, self._rule.masters.names.index(name), part[0], values[own])
+            self._offloaded.stepper.moving()
 
     def use_masters(self, masters: Tensor) -> None:
         """See `OptimizerShard.use_masters`."""

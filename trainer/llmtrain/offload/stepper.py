@@ -132,8 +132,9 @@ class Stepper:
     that unit first. Afterwards it steps the other buckets in the order of the units. A step ahead keeps the old states.
     It counts if it had the numbers of the step, so if the gradients are not clipped. No step is computed backwards.
 
-    observe: called with each job when its bucket is taken up. moving: called when one is done. done: number of jobs of
-    each kind. waited: seconds that the thread which makes the stepper has waited for its threads.
+    observe: called with each job when its bucket is taken up. moving: called when one is done, and when a shard has
+    read or written a part of the states. done: number of jobs of each kind. waited: seconds that the thread which makes
+    the stepper has waited for its threads.
     """
 
     def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:

@@ -1,7 +1,7 @@
 """A check that replicas of model states are equal: it finds silent memory errors."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 from torch import Tensor
@@ -33,7 +33,12 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
     own = held[ranks.rank]
     # Values that no other rank holds, as with zero.stage 3, are not read.
     copied = [sum(other[place] == own[place] for other in held) > 1 for place in range(len(KINDS))]
-    values = [_checksum_of_values(_held(engine, kind)) if some else 0 for kind, some in zip(KINDS, copied, strict=True)]
+    # Reading them may last longer than the watchdog's patience.
+    moving = ranks.activity.moving
+    values = [
+        _checksum_of_values(_held(engine, kind), moving) if some else 0
+        for kind, some in zip(KINDS, copied, strict=True)
+    ]
     table = ranks.gather_all(values)
     for place, kind in enumerate(KINDS):
         replicas: dict[int, dict[int, int]] = defaultdict(dict)
@@ -83,12 +88,13 @@ def _checksum_of_places(held: Iterable[Held]) -> int:
     return found.intdigest() - 2**63
 
 
-def _checksum_of_values(held: Iterable[Held]) -> int:
-    """Return a checksum of the ranges' values, as int64."""
+def _checksum_of_values(held: Iterable[Held], moving: Callable[[], object]) -> int:
+    """Return a checksum of the ranges' values, as int64. moving: called for each chunk."""
     found = xxhash.xxh3_64()
     for _, chunks in held:
         for chunk in chunks:
             found.update(bytes_of(chunk.cpu()))
+            moving()
     return found.intdigest() - 2**63
 
 
