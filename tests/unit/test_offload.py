@@ -1,5 +1,7 @@
 """Offloaded optimizer states: the same bits wherever they rest."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
 from llmtrain.offload.stepper import Do, Stepper, StepTicket
 from llmtrain.offload.striped_file import StripedFile
+from llmtrain.plan import direct_file
 from llmtrain.plan.offload import Bucket, Offload, rounded
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves, order_problems
@@ -370,6 +373,29 @@ def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(into, values)
     queue.close()
     file.close()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_reserves_no_space(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have their size, read as zeros, and take what is written. No byte is written before."""
+    monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: code)
+    file, queue = StripedFile([str(tmp_path)], [3 * ALIGNMENT]), DirectQueue()
+    status = os.fstat(file._files[0])
+    assert (status.st_size, status.st_blocks) == (3 * ALIGNMENT, 0)
+    file.write(0, ALIGNMENT, values := aligned_bytes(ALIGNMENT).fill_(7))
+    file.finish(queue, file.start_read(queue, 0, into := aligned_bytes(3 * ALIGNMENT)))
+    assert torch.equal(into[ALIGNMENT : 2 * ALIGNMENT], values)
+    assert not into[:ALIGNMENT].any()
+    assert not into[2 * ALIGNMENT :].any()
+    queue.close()
+    file.close()
+
+
+def test_a_signal_while_space_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter((errno.EINTR, 0))
+    monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: next(codes))
+    StripedFile([str(tmp_path)], [ALIGNMENT]).close()
+    assert next(codes, None) is None
 
 
 def test_faster_volumes_get_more(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Folders that cannot hold offloaded states are refused before a process starts; the plan knows what they take."""
 
+import errno
 import shutil
 from collections import namedtuple
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.offload.place import open_offload
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
+from llmtrain.plan import direct_file
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.memory.offload_memory import OffloadMemory, offload_memory
@@ -29,7 +31,7 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.record import decisions
 from llmtrain.plan.resolve.check import advice
 from llmtrain.plan.resolve.make import make_plan
-from llmtrain.plan.resolve.offload_check import offload_problem
+from llmtrain.plan.resolve.offload_check import offload_problem, unreserved
 from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.plan.views.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe, parse_recipe
@@ -80,6 +82,29 @@ def test_bad_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
     assert "where 1000 B are free, and the offload of 2 ranks takes" in problem(tmp_path, tmp_path)
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may open a file and then refuse what a run does with it."""
+
+    def refuse(file: int, memory: object, offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("os.pwritev", refuse)
+    said = f"{tmp_path}, where a file has no direct reads and writes (O_DIRECT): Invalid argument; set offload.paths"
+    assert said in problem(tmp_path, tmp_path)
+    assert unreserved(planned(tmp_path, *nvme(tmp_path))) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_a_file_system_that_reserves_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(tmp_path, *nvme(tmp_path))
+    assert unreserved(plan) == []
+    monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: errno.EOPNOTSUPP)
+    assert offload_problem(plan, 2) is None
+    (said,) = unreserved(plan)
+    assert said.startswith(f"offload.paths has {tmp_path}, whose file system cannot reserve space (fallocate)")
+    assert unreserved(planned(tmp_path)) == []
 
 
 def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

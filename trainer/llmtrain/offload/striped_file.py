@@ -4,12 +4,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from tempfile import mkstemp
 
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 from llmtrain.errors import RESUMES, RunFailedError
+from llmtrain.plan.direct_file import nameless_file, take_space
 from llmtrain.plan.stripes import stripes
 
 
@@ -17,13 +17,13 @@ class StripedFile:
     """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
 
     paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. weights: relative bandwidths
-    of the volumes, by which bytes are shared out; equal by default. The files take their space immediately: a later
-    write cannot find the volume full. Raises RunFailedError.
+    of the volumes, by which bytes are shared out; equal by default. The files take their space immediately where the
+    file system can reserve it: a later write cannot find the volume full. Raises RunFailedError.
     """
 
     def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
         self._paths, self._stripes = paths, stripes(regions, weights or [1.0] * len(paths))
-        self._files = [_nameless_file(path) for path in paths]
+        self._files = [_opened(path) for path in paths]
         self._waited = [0.0] * len(paths)
         self.nbytes = [0] * len(paths)
         for stripe in (one for region in self._stripes for one in region):
@@ -31,7 +31,7 @@ class StripedFile:
         for path, file, nbytes in zip(paths, self._files, self.nbytes, strict=True):
             if nbytes:
                 with _failing(path, f"cannot take {nbytes} bytes"):
-                    os.posix_fallocate(file, 0, nbytes)
+                    take_space(file, nbytes)
 
     def start_read(self, queue: DirectQueue, region: int, into: Tensor, start: int = 0) -> list[tuple[int, int]]:
         """Start to read bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`.
@@ -91,18 +91,9 @@ class StripedFile:
                 yield one.volume, one.offset + first - one.first, memory[first - start : last - start]
 
 
-def _nameless_file(path: str) -> int:
+def _opened(path: str) -> int:
     with _failing(path, "cannot hold offloaded states"):
-        try:
-            return os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        except OSError:
-            # Not every file system makes files without a name.
-            empty, named = mkstemp(prefix=".llmtrain-", dir=path)
-            os.close(empty)
-            try:
-                return os.open(named, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-            finally:
-                os.unlink(named)
+        return nameless_file(path)
 
 
 def _whole(move: Callable[[int, list[memoryview], int], int], file: int, memory: Tensor, offset: int) -> None:

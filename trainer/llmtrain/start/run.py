@@ -35,7 +35,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import decisions
 from llmtrain.plan.resolve.check import advice
 from llmtrain.plan.resolve.machine_refusal import machine_refusal
-from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem
+from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem, unreserved
 from llmtrain.plan.resolve.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.resolve.refusal import refusal
 from llmtrain.plan.views.summary import summarize
@@ -89,7 +89,9 @@ def start(
     problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        print_plan(plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *problems], as_json)
+        print_plan(
+            plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *unreserved(plan), *problems], as_json
+        )
         return
     check_gpus(gpus, place, facts.world)
     if place is not None and place.is_first and (idle := idle_gpus(gpus, place)):
@@ -116,7 +118,7 @@ def open_choices(recipe: Recipe) -> OpenChoices:
         attention=recipe.train.attention == "auto",
         split=recipe.pipeline.split == "auto",
         replan=lambda facts: check_and_plan(recipe, facts),
-        remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan)],
+        remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan), *unreserved(plan)],
     )
 
 

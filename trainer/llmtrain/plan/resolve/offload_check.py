@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llmtrain_data import units
 
+from llmtrain.plan.direct_file import probe
 from llmtrain.plan.memory.offload_memory import offload_memory
 from llmtrain.plan.per_rank.rank_activations import activation_memory
 from llmtrain.plan.per_rank.roles import roles
@@ -41,13 +42,22 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     return volume_problem("offload.paths", paths, needed, space, "set offload.paths to folders of NVMe volumes")
 
 
+def unreserved(plan: Plan) -> list[str]:
+    """Return a sentence about each folder of `offload.paths` whose file system cannot reserve the space of files."""
+    return [
+        f"offload.paths has {path}, whose file system cannot reserve space (fallocate): the run ends if others fill it"
+        for path in _paths(plan)
+        if _cannot_reserve(path)
+    ]
+
+
 def offload_kernels(plan: Plan) -> tuple[str, ...]:
     """Return the C++ kernels for which a plan's offload has no substitute. Where CPUs compute everything, torch's
     operations take the place of those that step and sum; on the host of a GPU, steps would take a hundred times as
     long."""
     offload, on_gpu = plan.sharding.offload, plan.device != "cpu"
     needed = {
-        "direct_io": bool(offload.paths or plan.activation_offload.paths),
+        "direct_io": bool(_paths(plan)),
         "adamw": on_gpu and offload.share > 0 and not offload.on_device,
         "squared_sum": on_gpu and offload.gradients != "device",
     }
@@ -82,8 +92,11 @@ def _problems(key: str, path: Path, needed: int, space: SpaceNeeded, other: str)
         yield f"{said}, which is on a {kind}, in memory; {other}"
     elif (free := shutil.disk_usage(path).free) < needed:
         yield f"{said}, where {units.size(free)} are free, and {space.user} takes {units.size(needed)}; {space.advice}"
-    elif not _takes_direct_writes(path):
-        yield f"{said}, whose file system has no direct reads and writes (O_DIRECT); {other}"
+    else:
+        try:
+            probe(str(path))
+        except OSError as error:
+            yield f"{said}, where a file has no direct reads and writes (O_DIRECT): {error.strerror}; {other}"
 
 
 def _shared(key: str, paths: Sequence[str]) -> Iterator[str]:
@@ -108,13 +121,14 @@ def _file_system(path: Path) -> str | None:
     return None
 
 
-def _takes_direct_writes(path: Path) -> bool:
-    probe = path / f".llmtrain-probe-{os.getpid()}"
-    try:
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600))
-    except OSError:
-        return False
-    finally:
-        with suppress(OSError):
-            probe.unlink()
-    return True
+def _paths(plan: Plan) -> Sequence[str]:
+    """Return the folders of all files of a plan."""
+    return plan.sharding.offload.paths or plan.activation_offload.paths
+
+
+def _cannot_reserve(path: str) -> bool:
+    """Return whether files in a folder take their space as they are written. If none can be made, that is an error of
+    its own."""
+    with suppress(OSError):
+        return not probe(path)
+    return False
