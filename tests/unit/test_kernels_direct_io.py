@@ -1,6 +1,9 @@
 """Transfers past the page cache: contents, counts, errors."""
 
+import errno
 import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,11 +65,34 @@ def test_errors_name_themselves(file: int, interface: Interface) -> None:
     queue.close()
 
 
+def test_without_both_interfaces_both_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(queue: DirectQueue, interface: Interface, depth: int, piece: int) -> int:
+        code = {"io_uring": errno.EPERM, "aio": errno.EAGAIN}[interface]
+        raise OSError(code, f"{interface}: {os.strerror(code)}")
+
+    monkeypatch.setattr(DirectQueue, "_open", refuse)
+    with pytest.raises(OSError, match="io_uring: Operation not permitted; aio: Resource temporarily unavailable"):
+        DirectQueue()
+    with pytest.raises(OSError, match=r"\] io_uring: Operation not permitted$"):
+        DirectQueue("io_uring")
+
+
+def test_a_queue_that_cannot_be_opened_keeps_no_descriptor() -> None:
+    """There is no room in the process for the queue's 3 MiB."""
+    DirectQueue().close()
+    before, limits = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 2**20, limits[1]))
+        with pytest.raises(OSError, match="io_uring: "):
+            DirectQueue("io_uring", depth=2**15)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_full_file_system(tmp_path: Path) -> None:
     """A file may not grow past the limit of its process: as on a full disk, the write is cut short and then fails."""
-    import resource
-    import signal
-
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     opened = os.open(tmp_path / "full", os.O_CREAT | os.O_RDWR | os.O_DIRECT)

@@ -1,5 +1,6 @@
 """Offload that needs C++ kernels is refused on a machine without a compiler, before a step."""
 
+import errno
 import functools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from llmtrain.plan.resolve.offload_check import offload_kernels
 from llmtrain.recipe.load import load_recipe
 from llmtrain.start import run as start
 from llmtrain_kernels import native
+from llmtrain_kernels.direct_io.queue import DirectQueue
 
 from tests.tiny import write_corpus
 
@@ -59,6 +61,21 @@ def test_a_run_is_refused() -> None:
     with pytest.raises(BadInputError, match=SAID):
         start.start("r.yaml", [*FILES], 1, dry_run=False)
     assert not Path("runs").exists()
+
+
+def test_files_without_io_uring_and_aio_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a strict container, before a rank starts."""
+
+    def refuse(queue: DirectQueue, interface: str, depth: int, piece: int) -> int:
+        raise OSError(errno.EPERM, f"{interface}: Operation not permitted")
+
+    monkeypatch.setattr(DirectQueue, "_open", refuse)
+    said = r"neither \(io_uring: Operation not permitted; aio: Operation not permitted\); allow one"
+    with pytest.raises(BadInputError, match=said):
+        start.start("r.yaml", [*FILES], 1, dry_run=False)
+    assert not Path("runs").exists()
+    # Nothing is in files.
+    start.start("r.yaml", [*HOST], 1, dry_run=True)
 
 
 @pytest.mark.parametrize(("keys", "said"), [((), True), (("train.attention=torch",), False)])

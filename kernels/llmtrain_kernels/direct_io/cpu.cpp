@@ -48,16 +48,13 @@ public:
 
 class Ring final : public Kernel {
 public:
-    // Throws an errno.
-    explicit Ring(uint32_t depth) {
+    // Throws an errno, after which the destructor frees what is there: the other constructor is done.
+    explicit Ring(uint32_t depth) : Ring() {
         io_uring_params params{};
         fd_ = static_cast<int>(syscall(__NR_io_uring_setup, depth, &params));
         if (fd_ < 0) throw errno;
         // Since Linux 5.6, as are IORING_OP_READ and IORING_OP_WRITE, with which older kernels would fail each transfer.
-        if (!(params.features & IORING_FEAT_RW_CUR_POS)) {
-            close(fd_);
-            throw ENOSYS;
-        }
+        if (!(params.features & IORING_FEAT_RW_CUR_POS)) throw ENOSYS;
         submission_bytes_ = params.sq_off.array + params.sq_entries * sizeof(uint32_t);
         completion_bytes_ = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
         entries_bytes_ = params.sq_entries * sizeof(io_uring_sqe);
@@ -110,6 +107,8 @@ public:
     }
 
 private:
+    Ring() = default;
+
     char* map(size_t nbytes, off_t offset) {
         void* found = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
         if (found == MAP_FAILED) throw errno;

@@ -41,18 +41,22 @@ class DirectQueue:
     """
 
     def __init__(self, interface: Interface | None = None, depth: int = DEPTH, piece: int = PIECE) -> None:
-        """Raises OSError if the kernel has no such interface, RuntimeError if the C++ part cannot be built."""
+        """Raises OSError, which says why, if there is no such interface, or none of both; RuntimeError if the C++ part
+        cannot be built."""
         self._functions, self._next = _functions(), 0
         self._pending: dict[int, Tensor] = {}
         self.moved: Counter[tuple[int, str]] = Counter()
         self.interface: Interface = interface or "io_uring"
         try:
             self._queue = self._open(self.interface, depth, piece)
-        except OSError:
+        except OSError as no_ring:
             if interface is not None:
                 raise
             self.interface = "aio"
-            self._queue = self._open(self.interface, depth, piece)
+            try:
+                self._queue = self._open(self.interface, depth, piece)
+            except OSError as no_aio:
+                raise OSError(no_aio.errno, f"{no_ring.strerror}; {no_aio.strerror}") from no_aio
 
     def read(self, file: int, offset: int, into: Tensor) -> int:
         """Start to read into contiguous host memory; return the transfer's number. file: descriptor."""

@@ -187,15 +187,27 @@ def _untimed(recipe: Recipe, plan: Plan) -> list[str]:
 
 
 def _kernels_problem(plan: Plan) -> str | None:
-    """Return an error if C++ kernels that offloaded states need do not run on this machine, else None. Builds them if
-    needed."""
+    """Return an error if C++ kernels that offloaded states need do not run on this machine, or find no interface to
+    files, else None. Builds them if needed."""
     kernels = offload_kernels(plan)
     if not kernels:
         return None
     from llmtrain_kernels.native import native_reason
 
-    reason = native_reason(kernels)
-    return reason and f"offload needs C++ kernels, and this machine cannot have them ({reason}); or leave offload out"
+    if reason := native_reason(kernels):
+        return f"offload needs C++ kernels, and this machine cannot have them ({reason}); or leave offload out"
+    if "direct_io" not in kernels:
+        return None
+    from llmtrain_kernels.direct_io.queue import DirectQueue
+
+    try:
+        DirectQueue().close()
+    except OSError as error:
+        return (
+            f"offload to files needs io_uring or Linux AIO, and this machine has neither ({error.strerror}); allow one "
+            "(in a container its seccomp profile; sysctl kernel.io_uring_disabled, fs.aio-max-nr), or leave nvme out"
+        )
+    return None
 
 
 @contextmanager
