@@ -65,6 +65,6 @@ def test_different_values_of_two_ranks_are_told(reads: list[str]) -> None:
 
 def test_the_watchdog_sees_each_chunk_that_is_compared() -> None:
     told = list[int]()
-    held = ([], iter([torch.ones(4), torch.ones(2)]))
+    held: replica_check.Held = ([], iter([torch.ones(4), torch.ones(2)]))
     replica_check._checksum_of_values([held, held], lambda: told.append(1))
     assert len(told) == 2
