@@ -1,6 +1,5 @@
 """Offloaded optimizer states: the same bits wherever they rest."""
 
-import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -20,8 +19,6 @@ from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
 from llmtrain.offload.stepper import Do, Stepper, StepTicket
-from llmtrain.offload.striped_file import StripedFile
-from llmtrain.plan import direct_file
 from llmtrain.plan.offload import Bucket, Offload, rounded
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves, order_problems
@@ -29,7 +26,6 @@ from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain_kernels.adamw.step import AdamWStep
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
 CONFIG = GPTConfig(
@@ -337,83 +333,6 @@ def test_each_read_and_write_of_a_bucket_is_told(tier: Literal["host", "nvme"], 
     found.close()
 
 
-def test_regions_are_striped_evenly(tmp_path: Path) -> None:
-    """Volumes get the same bytes, but for a page; each region is spread over all of them."""
-    paths = [tmp_path / name for name in "abc"]
-    for path in paths:
-        path.mkdir()
-    regions = [ALIGNMENT * pages for pages in (1, 2, 100, 7, 1, 1, 31)]
-    file, queue = StripedFile(list(map(str, paths)), regions), DirectQueue()
-    assert sum(file.nbytes) == sum(regions)
-    assert max(file.nbytes) - min(file.nbytes) <= ALIGNMENT
-    kept = []
-    for region, nbytes in enumerate(regions):
-        values = aligned_bytes(nbytes).random_(0, 256, generator=torch.Generator().manual_seed(region))
-        file.finish(queue, file.start_write(queue, region, values))
-        kept.append(values)
-    for region, values in enumerate(kept):
-        into = aligned_bytes(values.nbytes)
-        file.finish(queue, file.start_read(queue, region, into))
-        assert torch.equal(into, values)
-        part = aligned_bytes(ALIGNMENT)
-        file.read(region, values.nbytes - ALIGNMENT, part)
-        assert torch.equal(part, values[-ALIGNMENT:])
-    assert list(file.moved(queue).values()) == [(nbytes, nbytes) for nbytes in file.nbytes]
-    queue.close()
-    file.close()
-
-
-def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then a file loses its name as soon as it is open."""
-    monkeypatch.setattr("os.O_TMPFILE", 0)
-    file, queue, values = StripedFile([str(tmp_path)], [ALIGNMENT]), DirectQueue(), aligned_bytes(ALIGNMENT)
-    assert [*tmp_path.iterdir()] == []
-    file.finish(queue, file.start_write(queue, 0, values.fill_(7)))
-    file.read(0, 0, into := aligned_bytes(ALIGNMENT))
-    assert torch.equal(into, values)
-    queue.close()
-    file.close()
-
-
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_that_reserves_no_space(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files have their size, read as zeros, and take what is written. No byte is written before."""
-    monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: code)
-    file, queue = StripedFile([str(tmp_path)], [3 * ALIGNMENT]), DirectQueue()
-    status = os.fstat(file._files[0])
-    assert (status.st_size, status.st_blocks) == (3 * ALIGNMENT, 0)
-    file.write(0, ALIGNMENT, values := aligned_bytes(ALIGNMENT).fill_(7))
-    file.finish(queue, file.start_read(queue, 0, into := aligned_bytes(3 * ALIGNMENT)))
-    assert torch.equal(into[ALIGNMENT : 2 * ALIGNMENT], values)
-    assert not into[:ALIGNMENT].any()
-    assert not into[2 * ALIGNMENT :].any()
-    queue.close()
-    file.close()
-
-
-def test_a_signal_while_space_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = iter((errno.EINTR, 0))
-    monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: next(codes))
-    StripedFile([str(tmp_path)], [ALIGNMENT]).close()
-    assert next(codes, None) is None
-
-
-def test_faster_volumes_get_more(tmp_path: Path) -> None:
-    (tmp_path / "fast").mkdir()
-    (tmp_path / "slow").mkdir()
-    paths = [str(tmp_path / "fast"), str(tmp_path / "slow")]
-    file = StripedFile(paths, [ALIGNMENT * pages for pages in (1, 1, 1, 40, 3, 3)], [3.0, 1.0])
-    assert file.nbytes == [37 * ALIGNMENT, 12 * ALIGNMENT]
-    file.close()
-
-
-def test_a_volume_without_room(tmp_path: Path) -> None:
-    with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*"):
-        StripedFile([str(tmp_path)], [2**55])
-    with pytest.raises(RunFailedError, match="cannot hold offloaded states: No such file or directory"):
-        StripedFile([str(tmp_path / "nowhere")], [ALIGNMENT])
-
-
 def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:
     """Whatever a step or a checkpoint waits for: one sentence."""
     offload = Offload(tier="nvme", share=1.0, bucket=4096, paths=(str(tmp_path),))
@@ -421,7 +340,8 @@ def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:
     with offloaded(torch.float32, offload) as (units, outside):
         step(units, 1, outside.stepper)
         assert isinstance(outside.states, FileStates)
-        outside.states._file.close()
+        for opened in outside.states._file._files:
+            os.close(opened)
         for use in (
             lambda: step(units, 2, outside.stepper),
             lambda: states(units),

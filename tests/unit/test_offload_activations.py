@@ -163,7 +163,7 @@ def test_a_volume_that_fails(tmp_path: Path) -> None:
     store = activations._store
     assert isinstance(store, FileActivations)
     with pytest.raises(RunFailedError, match="which failed: Bad file descriptor; the same command resumes"):
-        store._file.read(0, 0, store._slots[0])
+        store._file.reading(0, 0, store._slots[0])()
 
 
 RECIPE = """

@@ -22,6 +22,7 @@ from llmtrain.plan import direct_file
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.memory.offload_memory import OffloadMemory, offload_memory
+from llmtrain.plan.offload import PARTS
 from llmtrain.plan.per_rank.offloaded_weights import is_direct
 from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.per_rank.states import most_states
@@ -236,14 +237,15 @@ def test_states_outside_are_planned(tmp_path: Path) -> None:
     # A checkpoint reads offloaded states while it is written, and copies none.
     # A bucket's fp32 gradient and bf16 weight for each of four threads; for the one thread of files.
     slot = max(bucket.end for bucket in rank_buckets(plan, 0)) * 6
-    # A block of a checkpoint is at most a tensor; on its way from files, at most a bucket and three pages.
+    # A block of a checkpoint is at most a tensor; on its way from files, at most itself again, and three pages for each
+    # part of a bucket.
     block = 4 * max(tensor.numel for unit in host.role.units for tensor in unit.tensors)
     assert held(host.host) == {
         "host_states": beside.device["optimizer"], "offload_buffers": 4 * slot, "checkpoint_buffers": block
     }  # fmt: skip
     assert offload_memory(plan, 0).buffers - offload_memory(replace(plan, device="cpu"), 0).buffers == slot
     assert held(files.host) == {
-        "offload_buffers": offload_memory(plan, 0).buffers, "checkpoint_buffers": 2 * block + 3 * 4096
+        "offload_buffers": offload_memory(plan, 0).buffers, "checkpoint_buffers": 2 * block + PARTS * 3 * 4096
     }  # fmt: skip
     assert (host.files, files.files) == (0, offload_memory(plan, 0).files)
     assert files.files >= beside.device["optimizer"]

@@ -223,4 +223,4 @@ class EmulatedRun:
     @property
     def masters(self) -> torch.Tensor:
         """The stepped masters of all buckets."""
-        return torch.stack([self.stepper.states.read(place, 0, 0, 1)[0] for place in range(len(self._moves))])
+        return torch.stack([self.stepper.states.start_read(place, 0, 0, 1)()[0] for place in range(len(self._moves))])

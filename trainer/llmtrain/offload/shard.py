@@ -1,6 +1,7 @@
 """The optimizer states of one unit on this rank, of which a part rests outside of the memory that computes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +13,7 @@ from llmtrain.comm.device import to_host
 from llmtrain.offload.copies import recorded
 from llmtrain.offload.staging import BucketStep, StepAhead
 from llmtrain.offload.stepper import Stepper, StepTicket
-from llmtrain.plan.offload import Bucket
+from llmtrain.plan.offload import PARTS, Bucket
 from llmtrain.sharding.optimizer_shard import ElementRange, OptimizerShard, StepRule
 
 
@@ -68,21 +69,26 @@ class OffloadedShard:
             self._stepped.wait()
         if name in self._in_weights:
             return self._in_weights[name][start - self.held[0] : end - self.held[0]]
-        reads = [partial(self._resident.read, name, *part) for part in _common(self._resident.held, (start, end))]
-        states, state = self._offloaded.stepper.states, self._rule.masters.names.index(name)
-        reads += [partial(states.read, number, state, *part) for number, part, _ in self._parts(start, end)]
-        if len(reads) == 1:
-            values = reads[0]()
-            self._offloaded.stepper.moving()
-            return values
-        # One part after another: a checkpoint has no memory for all of them twice.
         values, done = torch.empty(end - start), 0
-        for read in reads:
-            part = to_host(read())
+        # Not all parts at the same time: a checkpoint has no memory for all of them twice.
+        for read in _started(self._reads(name, start, end), PARTS):
+            part = read()
             self._offloaded.stepper.moving()
-            values[done : done + part.numel()].copy_(part)
+            if part.numel() == end - start:
+                return part
+            values[done : done + part.numel()].copy_(to_host(part))
             done += part.numel()
+            # The next part takes their memory.
+            del part, read
         return values
+
+    def _reads(self, name: str, start: int, end: int) -> Iterator[Callable[[], Tensor]]:
+        """Yield what returns the values of each part of a range, in order. Parts in files are read from then on."""
+        for part in _common(self._resident.held, (start, end)):
+            yield partial(self._resident.read, name, *part)
+        states, state = self._offloaded.stepper.states, self._rule.masters.names.index(name)
+        for number, part, _ in self._parts(start, end):
+            yield states.start_read(number, state, *part)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """See `OptimizerShard.write`."""
@@ -144,3 +150,15 @@ def _common(one: ElementRange, other: ElementRange) -> list[ElementRange]:
     """Return what two ranges have in common: one range, or none."""
     start, end = max(one[0], other[0]), min(one[1], other[1])
     return [(start, end)] if start < end else []
+
+
+def _started(reads: Iterable[Callable[[], Tensor]], most: int) -> Iterator[Callable[[], Tensor]]:
+    """Yield `reads` in order, each after the next ones have been taken out of it too, which starts them: at most `most`
+    are on their way."""
+    taken = deque[Callable[[], Tensor]]()
+    for read in reads:
+        taken.append(read)
+        if len(taken) == most:
+            yield taken.popleft()
+    while taken:
+        yield taken.popleft()

@@ -1,7 +1,8 @@
 """Optimizer states outside of the device, bucket by bucket: in the host's memory, or in files."""
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import TierUsage
-from llmtrain.plan.offload import OVERLAP, Bucket, bucket_slots
+from llmtrain.plan.offload import OVERLAP, PARTS, Bucket, bucket_slots
 
 
 class StateStore(Protocol):
@@ -33,8 +34,9 @@ class StateStore(Protocol):
     def commit(self, bucket: int) -> None:
         """Make the region that a step ahead has written the current one."""
 
-    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
-        """Return the elements `[start, end)` of one state: fp32, valid until it changes."""
+    def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
+        """Start to bring the elements `[start, end)` of one state; return what waits for them and returns them: fp32,
+        valid until the state changes."""
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
         """Set the elements of one state from `start` on to `values`, `[n]` of any float dtype, on any device."""
@@ -98,9 +100,10 @@ class HostStates:
         """See StateStore."""
         self._regions.flip(bucket)
 
-    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
+    def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
         """See StateStore."""
-        return self._states[self._regions.current(bucket)][state, start:end]
+        values = self._states[self._regions.current(bucket)][state, start:end]
+        return lambda: values
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
         """See StateStore."""
@@ -124,7 +127,8 @@ class FileStates:
     """States in files, which pass through slots of the host's memory (ZeRO-Infinity, section 6.3).
 
     Any thread may read. One thread fetches, takes and puts; another one commits what is put. Writes come while no
-    bucket is stepped. A read waits for the writes before it.
+    bucket is stepped, from one thread; up to PARTS of them are on their way. A read, or a fetch, waits for the writes
+    before it.
     """
 
     def __init__(
@@ -139,11 +143,14 @@ class FileStates:
         sizes = [bucket.nbytes for bucket in self._regions.buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
         self._ring = FetchRing(self._file, self._queue, sizes, bucket_slots(len(buckets), overlap), pinned)
-        self._staging = aligned_bytes(max(bucket.part for bucket in buckets))
+        part = max(bucket.part for bucket in buckets)
+        self._stagings = deque(aligned_bytes(PARTS * part).split(part))
+        self._writes = deque[Callable[[], None]]()
 
     def fetch(self, bucket: int) -> None:
         """See StateStore."""
         with self._lock:
+            self._finish_writes()
             self._ring.fetch(self._regions.current(bucket))
 
     def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
@@ -163,13 +170,18 @@ class FileStates:
         """See StateStore."""
         self._regions.flip(bucket)
 
-    def read(self, bucket: int, state: int, start: int, end: int) -> Tensor:
+    def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
         """See StateStore; the copy is the caller's."""
         first, last = 4 * start // ALIGNMENT * ALIGNMENT, -(-4 * end // ALIGNMENT) * ALIGNMENT
         into = aligned_bytes(last - first)
         self.settle()
-        self._file.read(self._regions.current(bucket), state * self._buckets[bucket].part + first, into)
-        return into.view(torch.float32)[start - first // 4 : end - first // 4]
+        wait = self._file.reading(self._regions.current(bucket), state * self._buckets[bucket].part + first, into)
+
+        def read() -> Tensor:
+            wait()
+            return into.view(torch.float32)[start - first // 4 : end - first // 4]
+
+        return read
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
         """See StateStore."""
@@ -177,22 +189,27 @@ class FileStates:
         region = self._regions.current(bucket)
         with self._lock:
             self._ring.flush()
-            staged = self._staging[:part]
+            # The staging that is taken next is that of the oldest write.
+            self._finish_writes(left=PARTS - 1)
+            staged = self._stagings[0][:part]
+            self._stagings.rotate(-1)
             if 4 * values.numel() < part:
-                self._file.read(region, place, staged)
+                self._finish_writes()
+                self._file.reading(region, place, staged)()
             staged.view(torch.float32)[start : start + values.numel()].copy_(values)
-            self._file.write(region, place, staged)
+            self._writes.append(self._file.writing(region, place, staged))
 
     def usage(self) -> TierUsage:
-        """See StateStore. Reads that `read` makes and writes that `write` makes are not counted."""
+        """See StateStore. Reads of `start_read` and writes of `write` are not counted."""
         moved = self._file.moved(self._queue)
         read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
         return TierUsage(read=read, written=written, waited=self._ring.waited, waits=self._file.waits)
 
     def settle(self) -> None:
-        """Wait until the files have all that was put back."""
+        """Wait until the files have all that was put back or written."""
         with self._lock:
             self._ring.flush()
+            self._finish_writes()
 
     def close(self) -> None:
         """See StateStore. Waits for the transfers that run."""
@@ -201,5 +218,10 @@ class FileStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots and of the staging buffer."""
-        return self._ring.nbytes + self._staging.nbytes
+        """Bytes of the slots and of the staging buffers."""
+        return self._ring.nbytes + sum(staging.nbytes for staging in self._stagings)
+
+    def _finish_writes(self, left: int = 0) -> None:
+        """Wait for the oldest writes, until at most `left` are on their way."""
+        while len(self._writes) > left:
+            self._writes.popleft()()

@@ -1,9 +1,11 @@
 """Regions of bytes that are striped over files on several volumes."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
@@ -25,6 +27,9 @@ class StripedFile:
         self._paths, self._stripes = paths, stripes(regions, weights or [1.0] * len(paths))
         self._files = [_opened(path) for path in paths]
         self._waited = [0.0] * len(paths)
+        # For `reading` and `writing`.
+        self._queue: DirectQueue | None = None
+        self._lock = threading.Lock()
         self.nbytes = [0] * len(paths)
         for stripe in (one for region in self._stripes for one in region):
             self.nbytes[stripe.volume] += stripe.nbytes
@@ -53,19 +58,24 @@ class StripedFile:
                 queue.finish(transfer)
             self._waited[volume] += time.perf_counter() - started
 
-    def read(self, region: int, start: int, into: Tensor) -> None:
-        """Read bytes of a region from `start`, a multiple of ALIGNMENT, into uint8 `[nbytes]`, and wait for them. Any
-        thread may call it. Raises RunFailedError."""
-        for volume, offset, own in self._parts(region, start, into):
-            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
-                _whole(os.preadv, self._files[volume], own, offset)
+    def reading(self, region: int, start: int, into: Tensor) -> Callable[[], None]:
+        """Start to read bytes of a region from `start`, a multiple of ALIGNMENT, into uint8 `[nbytes]`, from
+        `aligned_bytes`; return what waits for them and raises RunFailedError. Any thread may call both."""
+        with self._lock:
+            queue = self._queue = self._queue or DirectQueue()
+            return partial(self._wait, queue, self.start_read(queue, region, into, start))
 
-    def write(self, region: int, start: int, values: Tensor) -> None:
-        """Write uint8 `[nbytes]` to a region from `start`, a multiple of ALIGNMENT, and wait for it. Raises
-        RunFailedError."""
-        for volume, offset, own in self._parts(region, start, values):
-            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
-                _whole(os.pwritev, self._files[volume], own, offset)
+    def writing(self, region: int, start: int, values: Tensor) -> Callable[[], None]:
+        """Start to write uint8 `[nbytes]`, which must not change until it is done, to a region from `start`. See
+        `reading`."""
+        with self._lock:
+            queue = self._queue = self._queue or DirectQueue()
+            return partial(self._wait, queue, self.start_write(queue, region, values, start))
+
+    def _wait(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
+        for volume, transfer in transfers:
+            with self._lock, _failing(self._paths[volume], "failed", f"; {RESUMES}"):
+                queue.finish(transfer)
 
     def moved(self, queue: DirectQueue) -> dict[str, tuple[int, int]]:
         """Return the bytes that a queue has read from and written to each volume, by path."""
@@ -78,7 +88,9 @@ class StripedFile:
         return dict(zip(self._paths, self._waited, strict=True))
 
     def close(self) -> None:
-        """Close the files, which frees their space."""
+        """Close the files, which frees their space. Waits for what `reading` and `writing` have started."""
+        if self._queue is not None:
+            self._queue.close()
         for file in self._files:
             with suppress(OSError):
                 os.close(file)
@@ -94,15 +106,6 @@ class StripedFile:
 def _opened(path: str) -> int:
     with _failing(path, "cannot hold offloaded states"):
         return nameless_file(path)
-
-
-def _whole(move: Callable[[int, list[memoryview], int], int], file: int, memory: Tensor, offset: int) -> None:
-    done, view = 0, memory.numpy().data
-    while done < len(view):
-        moved = move(file, [view[done:]], offset + done)
-        if not moved:
-            raise OSError(5, os.strerror(5))
-        done += moved
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class FileWeights:
         size = self._dtype.itemsize
         first, last = start * size // ALIGNMENT * ALIGNMENT, -(-end * size // ALIGNMENT) * ALIGNMENT
         into = aligned_bytes(last - first)
-        self._file.read(self._regions[unit], first, into)
+        self._file.reading(self._regions[unit], first, into)()
         return into.view(self._dtype)[start - first // size : end - first // size]
 
     def settle(self) -> None:

@@ -25,6 +25,9 @@ HOST_BUCKET = 2**22
 OVERLAP = READ_AHEAD = 3
 # Buckets in files that may still be being written while another one is stepped.
 WRITE_BEHIND = 2
+# Parts of buckets in files that are read, or written, at the same time while no bucket is stepped: by the start and by
+# checkpoints.
+PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)

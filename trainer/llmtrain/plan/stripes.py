@@ -19,14 +19,16 @@ class Stripe:
 
 def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Stripe]]:
     """Split each region into at most one part per volume, so that the bytes of all regions so far are divided in
-    proportion to the volumes' weights, up to whole pages. Return the parts of each region.
+    proportion to the volumes' weights, up to whole pages. Return the parts of each region. Each region begins on
+    another volume: what lies at the same place of several regions, as the masters of buckets do, is on all volumes.
 
     regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
     """
     found, ends = [], [0] * len(weights)
-    for sizes in striped(regions, weights):
-        firsts = accumulate(sizes, initial=0)
-        parts = zip(range(len(weights)), list(ends), firsts, sizes, strict=False)
+    for place, sizes in enumerate(striped(regions, weights)):
+        order = [(place + number) % len(weights) for number in range(len(weights))]
+        firsts = accumulate((sizes[volume] for volume in order), initial=0)
+        parts = ((volume, ends[volume], first, sizes[volume]) for volume, first in zip(order, firsts, strict=False))
         found.append([Stripe(*one) for one in parts if one[3]])
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     return found

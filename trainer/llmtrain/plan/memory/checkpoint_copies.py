@@ -3,6 +3,7 @@ for reading offloaded states, or those of a GPU without `checkpoint.async`. No t
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import shard_range
+from llmtrain.plan.offload import PARTS
 from llmtrain.plan.per_rank.roles import Role
 from llmtrain.plan.per_rank.tied_embedding import holds_second_copy
 from llmtrain.plan.placement import PAGE
@@ -41,11 +42,11 @@ def copy_bytes(plan: Plan, role: Role) -> int:
 
 def buffer_bytes(plan: Plan, role: Role) -> int:
     """Return the most bytes of the host's buffers through which a rank's checkpoint reads states while it is written; 0
-    if it reads copies, or the states where they are. A block is put together from parts of buckets, and those in files
-    are read in whole pages."""
+    if it reads copies, or the states where they are. A block is put together from parts of buckets. Those in files
+    are read in whole pages, several at the same time."""
     offload = plan.sharding.offload
     if not offload.share and (plan.device == "cpu" or plan.checkpoint.asynchronous):
         return 0
     block = min(BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
-    part = min(block, 4 * offload.bucket) + 3 * PAGE if offload.share and offload.tier == "nvme" else 0
-    return block + part
+    parts = min(block, PARTS * 4 * offload.bucket) + PARTS * 3 * PAGE if offload.share and offload.tier == "nvme" else 0
+    return block + parts

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from llmtrain.plan.offload import Bucket, bucket_slots, largest, slots
+from llmtrain.plan.offload import PARTS, Bucket, bucket_slots, largest, slots
 from llmtrain.plan.per_rank.offloaded_weights import is_direct, offloaded_shards
 from llmtrain.plan.per_rank.rank_activations import in_pages
 from llmtrain.plan.per_rank.rank_buckets import bucket_sizes, rank_buckets
@@ -67,10 +67,10 @@ def _slots(plan: Plan, most: int, states: int) -> int:
 
 
 def _ring(sizes: Counter[Bucket], overlap: int) -> int:
-    """Return the bytes of the slots through which buckets in files pass, and of the buffer for a part of one."""
+    """Return the bytes of the slots through which buckets in files pass, and of the buffers for parts of them."""
     ring = bucket_slots(sizes.total(), overlap) * max(one.nbytes for one in sizes)
     # A buffer that begins at a page is a view into one that is a page larger.
-    return ring + max(one.part for one in sizes) + 2 * PAGE
+    return ring + PARTS * max(one.part for one in sizes) + 2 * PAGE
 
 
 def _nbytes(sizes: Counter[Bucket]) -> int:
