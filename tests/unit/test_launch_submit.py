@@ -51,6 +51,27 @@ def planned(recipe: Path, *overrides: str, site: str = "ranks_per_node: 4", node
 
 
 @pytest.mark.parametrize(
+    ("accelerator", "margin", "short"),
+    [
+        ("peak: {bf16: 1MFLOP/s}", 300, True),
+        ("peak: {bf16: 1MFLOP/s}", 60000, False),
+        ("peak: {bf16: 1TFLOP/s}", 300, False),
+        ("memory: 80GB", 300, False),
+    ],
+    ids=["slow", "slow, with time", "fast", "unknown"],
+)
+def test_a_margin_shorter_than_steps_and_a_save(
+    accelerator: str, margin: int, short: bool, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = site_file(recipe.parent, f"{{gpus_per_node: 1, margin: {margin}}}")
+    cluster = f"cluster={{node: {{ranks: 1}}, accelerator: {{{accelerator}}}}}"
+    assert main(["submit", str(recipe), "parallel.data=1", cluster, "--site", str(site), "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("the site's margin is 300 seconds, in which the run may not have saved" in said) is short
+    assert ("in the site's profile" in said) is short
+
+
+@pytest.mark.parametrize(
     ("overrides", "site", "nodes", "size"),
     [
         (["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"], "ranks_per_node: 4", None, (2, 4)),

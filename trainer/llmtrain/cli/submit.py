@@ -45,6 +45,8 @@ def submit(
             "CPUs; set gpus_per_node there, or to 0 if this is meant",
             err=True,
         )
+    for remark in job.remarks:
+        say(f"llmtrain: {remark}", err=True)
     if dry_run:
         script = render(job, profile)
         if as_json:

@@ -3,9 +3,11 @@
 import re
 import sys
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from llmtrain_data import units
 from omegaconf import OmegaConf
 
 from llmtrain.checkpoint.folder import check_origin
@@ -14,9 +16,10 @@ from llmtrain.cluster.load import find_cluster, given_cluster
 from llmtrain.cluster.topology import check_world
 from llmtrain.errors import BadInputError
 from llmtrain.launch.measure.result import as_data
-from llmtrain.launch.slurm.config import Site
+from llmtrain.launch.slurm.config import LARGEST_MARGIN, Site
 from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, SubmittedRecipe
 from llmtrain.launch.submit import default_site
+from llmtrain.plan.cost.stop_time import stop_time
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16
 from llmtrain.plan.plan import Plan
@@ -55,13 +58,15 @@ def plan_job(
         )
     allocation = _allocation(recipe, site, nodes)
     check_world(allocation.ranks)
+    plan = None
     if site.container is None:
         check_recipe(recipe, folders_above(name))
-        check_origin(_checked_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force))
+        plan = _checked_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force)
+        check_origin(plan)
     elif recipe.model.hf is None and (recipe.data.tokenizer is None or recipe.model.vocab not in (None, "auto")):
         # The container has the files; without them, the model's shape is still known.
         check_given(recipe)
-        _checked_plan(recipe, _facts(recipe, allocation), force)
+        plan = _checked_plan(recipe, _facts(recipe, allocation), force)
     folder = Path(recipe.logging.dir, recipe.name).absolute()
     if "%" in str(folder):
         raise BadInputError(
@@ -72,9 +77,10 @@ def plan_job(
     alone = ["--nproc", "1"] if allocation.ranks == 1 else []
     command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
-    return BatchJob(
-        recipe.name, folder, allocation, command, submitted, Chain(chain) if array is None else Array(array)
-    )
+    series = Chain(chain) if array is None else Array(array)
+    remark = None if plan is None else _short_margin(plan, site.margin)
+    remarks = () if remark is None else (remark,)
+    return BatchJob(recipe.name, folder, allocation, command, submitted, series, remarks=remarks)
 
 
 def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
@@ -97,6 +103,20 @@ def _checked_plan(recipe: Recipe, facts: Facts, force: bool) -> Plan:
     if not force and (problem := refusal(recipe, facts, made)):
         raise BadInputError(problem)
     return made
+
+
+def _short_margin(plan: Plan, margin: int) -> str | None:
+    """Return a sentence if a run may not have saved within the margin at the end of its time, else None."""
+    stop = stop_time(plan)
+    if stop is None or stop.seconds <= margin:
+        return None
+    # Steps take longer than the peaks allow.
+    wanted = min(ceil(2 * stop.seconds / 60) * 60, LARGEST_MARGIN)
+    return (
+        f"the site's margin is {margin} seconds, in which the run may not have saved when its time ends: two steps "
+        f"take at least {units.seconds(stop.steps)}, and writing a checkpoint of {units.size(stop.nbytes)} takes "
+        f"{units.seconds(stop.save)} at 1 GB/s from each node; set margin: {wanted} in the site's profile"
+    )
 
 
 def _sources(name: str, recipe: Recipe) -> tuple[Path, ...]:

@@ -22,7 +22,8 @@ _GPU_OPTIONS = ("--gres=gpu", "--gpus", "-G", "--tres-per-")
 Minutes = Annotated[int, Field(ge=0, le=10**9)]
 Value = Annotated[int, Field(ge=-(10**18), le=10**18)]
 # sbatch takes no more.
-Margin = Annotated[int, Field(ge=1, le=65_535, description="in seconds")]
+LARGEST_MARGIN = 65_535
+Margin = Annotated[int, Field(ge=1, le=LARGEST_MARGIN, description="in seconds")]
 
 
 @dataclass(frozen=True, kw_only=True)

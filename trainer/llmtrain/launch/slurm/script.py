@@ -8,7 +8,7 @@ this, for people's own batch scripts too.
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import llmtrain
@@ -67,7 +67,8 @@ class Array:
 class BatchJob:
     """A run as a Slurm job.
 
-    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file.
+    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file. remarks:
+    sentences for the user.
     """
 
     name: str
@@ -76,6 +77,7 @@ class BatchJob:
     command: tuple[str, ...]
     recipe: SubmittedRecipe
     series: Chain | Array = Chain()
+    remarks: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def seeds(self) -> list[int]:
