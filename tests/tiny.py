@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -45,6 +46,18 @@ def small_disk(folder: Path, room: str) -> Iterator[Path]:
     finally:
         # Unmount it even if a file on it is still open.
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let no file grow beyond `most` bytes, as on a full disk. It is only for the call that is tested, because pytest's
+    own output may go to a file too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ AGAIN = r"(the same command resumes from step \d+|there is no checkpoint yet, so
 SAID = {
     "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; " + AGAIN,
     "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; " + AGAIN,
-    "full disk": r"cannot be written \(.*(No space left|disk is probably full)|was not saved: .*No space left",
 }
 LAYOUTS = {
     "one": ("1",),
@@ -148,6 +147,8 @@ class Series:
             self.chance.choice(ranks).suspend()
         elif fault == "full disk":
             fill(self.folder.parent / "ballast")
+            time.sleep(0.2)
+            process.kill()
         else:
             process.kill()
 
@@ -219,6 +220,29 @@ def test_kills_with_states_in_files(kills: int, layout: str, corpus: Path, disk:
     before = sorted(Path().iterdir())
     suffer_all(layout, ["kill"] * kills, corpus, disk, seed=1)
     assert sorted(Path().iterdir()) == before
+
+
+def test_a_run_outlives_a_full_disk(corpus: Path, disk: Path) -> None:
+    """Rows of the time in which the disk is full are there at the end, and only its checkpoints are missing."""
+    series = []
+    for name in ("calm", "harmed"):
+        recipe = disk.parent / f"{name}.yaml"
+        recipe.write_text(RECIPE.format(name=name, folder=corpus, runs=disk, steps=400, timeout=TIMEOUT))
+        series.append(Series(recipe, disk / name, ("1",), random.Random(0)))
+    calm, harmed = series
+    calm.finish()
+    process = harmed.start()
+    while harmed.last_step < 20:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    fill(disk / "ballast")
+    time.sleep(0.5)
+    reached = harmed.last_step
+    (disk / "ballast").unlink()
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, last_words(errors)) == (0, [])
+    assert reached < 400
+    assert outcome(disk / "harmed") == outcome(disk / "calm")
 
 
 def last_words(errors: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from llmtrain.checkpoint import save
 from llmtrain.comm import device
 from llmtrain.comm.device import DeviceCopies
-from llmtrain.errors import PreemptedError
+from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.training import loop
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
@@ -115,8 +115,9 @@ def test_a_rewind_passes_over_what_was_read(
     assert len(read) == 10 + at + 1 - at // 4 * 4
 
 
+@pytest.mark.parametrize("error", [DataError, RunFailedError])
 def test_damage_ends_the_run_at_the_step_of_its_batch(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps before it are done, and the checkpoint that is being written is completed."""
     batch, damage, commit = Samples.batch, threading.Event(), save.commit
@@ -124,7 +125,7 @@ def test_damage_ends_the_run_at_the_step_of_its_batch(
     def damaged(samples: Samples, seed: int, first: int, count: int) -> np.ndarray:
         if seed == SEED and first == 48:
             damage.set()
-            raise DataError("set.bin does not match its checksums")
+            raise error("set.bin does not match its checksums")
         return batch(samples, seed, first, count)
 
     def late(*given: Any) -> None:
@@ -134,7 +135,7 @@ def test_damage_ends_the_run_at_the_step_of_its_batch(
 
     monkeypatch.setattr(Samples, "batch", damaged)
     monkeypatch.setattr(save, "commit", late)
-    with pytest.raises(DataError, match=r"^set\.bin does not match its checksums$"):
+    with pytest.raises(error, match=r"^set\.bin does not match its checksums$"):
         train()
     losses = curve(tmp_path / "runs" / "tiny")
     assert max(step for kind, step in losses if kind == "step") == 6

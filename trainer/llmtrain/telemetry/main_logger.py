@@ -52,7 +52,8 @@ class MainLogger:
         self._tokens = tokens
         self._run = describe(self._plan, self._about, read_run_file(self._run_dir))
         write_run_file(self._run_dir, {**self._run, "decisions": decisions})
-        self._open(resumed_step)
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step, self.console.warn)
+        self._restore(resumed_step, self._metrics.rows_kept)
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
@@ -62,22 +63,18 @@ class MainLogger:
         self.console.start(self._plan.name, shown, decisions, resumed_step, self._elapsed())
 
     def rewind(self, step: int) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            # If reopening fails, the run stops with that error and there is no open file to log it in.
-            self._metrics = None
+        # If reopening fails, the run stops with that error and there is no open file to log it in.
+        metrics, self._metrics = self._open_metrics(), None
+        metrics.rewind(step)
+        self._metrics = metrics
         self._window.clear()
-        self._open(step)
+        self._restore(step, metrics.rows_kept)
 
-    def _open(self, step: int) -> None:
-        """Open the metrics file to resume after `step`."""
-        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", step)
-        self._restore(self._metrics.rows_kept)
+    def _restore(self, step: int, kept: list[Row]) -> None:
+        """Resume after `step`, with the totals of the rows of earlier starts: their time counts, the time between
+        starts does not."""
         self._first = self._last = step
         self._started = self._warm = time.monotonic()
-
-    def _restore(self, kept: list[Row]) -> None:
-        """Restore totals from the rows of earlier starts: their time counts, the time between starts does not."""
         self._evaluations = [row for row in kept if row.get("event") == "eval"]
         steps = [row for row in kept if "event" not in row]
         last = steps[-1] if steps else {"step": 0}
@@ -193,10 +190,12 @@ class MainLogger:
         if self._metrics is not None and error is not None:
             told = isinstance(error, PreemptedError | KeyboardInterrupt)
             reason = f"interrupted; {RESUMES}" if isinstance(error, KeyboardInterrupt) else str(error)
-            # A full disk must not hide why the run stopped.
-            with suppress(RunFailedError):
+            try:
                 outcome = "stopped" if told else "failed"
                 self.end({"outcome": outcome, "reason": reason or type(error).__name__}, exit_code=1)
+            except RunFailedError as failure:
+                # A full disk must not hide why the run stopped.
+                self.console.warn(str(failure))
         self._close_all({}, exit_code=1)
 
     def _close_all(self, summary: Row, exit_code: int) -> None:
@@ -206,13 +205,17 @@ class MainLogger:
             self._wandb.finish(summary, exit_code)
             self._wandb = None
         if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+            metrics, self._metrics = self._metrics, None
+            if lost := metrics.close():
+                self.console.warn(lost)
 
-    def _write(self, row: Row) -> None:
+    def _open_metrics(self) -> MetricsFile:
         if self._metrics is None:
             raise RuntimeError("RunLogger has not started; call RunLogger.start first")
-        self._metrics.write(row)
+        return self._metrics
+
+    def _write(self, row: Row) -> None:
+        self._open_metrics().write(row)
         if self._wandb is not None and row.get("event") == "eval":
             split = row["split"]
             self._wandb.log(row["step"], {f"{split}/loss": row["loss"], f"{split}/perplexity": row["perplexity"]})

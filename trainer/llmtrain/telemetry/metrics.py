@@ -5,25 +5,33 @@ holds null for such a number. Each line is one append, so a killed process leave
 """
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Any, Required
 
+from llmtrain_data import units
 from llmtrain_data.bounds import Count, Number
 from llmtrain_data.output import json_text
 from llmtrain_data.untrusted import regular
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import RESUMES, RunFailedError
 
 Row = dict[str, Any]
 
 # Bytes of the longest row, the end of a run on thousands of nodes; readers skip longer lines.
 _LONGEST = 2**23
 _CHUNK = 2**20
+# Most bytes of rows that wait until the file can be written: some 30,000 rows.
+_MOST_WAITING = 2**26
+# Bytes of written rows to remember: a network file system may lose what it has taken in the last seconds.
+_REMEMBERED = 2**20
+_ADVICE = f"make room or correct the folder's permissions; {RESUMES}"
 
 
 class _Row(TypedDict, total=False):
@@ -72,37 +80,105 @@ def last_rows(path: Path, size: int = 2**16) -> tuple[list[Row], str | None]:
 
 
 class MetricsFile:
-    """Appends rows to a metrics file. Raises RunFailedError if a line cannot be written."""
+    """Appends rows to a metrics file. Rows that cannot be written wait in memory, and are written before the next row.
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    warn: called with a sentence the first time that a row cannot be written. rows_kept: rows up to the step that the
+    run resumed after. Raises RunFailedError if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, resumed_step: int, warn: Callable[[str], None]) -> None:
         """Open `path` to resume after `resumed_step` (0: start from the beginning), and drop later rows."""
-        self._path = path
+        self._path, self._warn, self._warned = path, warn, False
+        self._file: FileIO | None = None
+        self._waiting, self._written = deque[bytes](), deque[bytes]()
+        self._failure, self._lost = "", 0
+        self.rewind(resumed_step)
+
+    def rewind(self, step: int) -> None:
+        """Resume after `step`, and drop later rows. Raises RunFailedError if the file cannot be opened."""
+        self._release()
+        self._written.clear()
+        waiting = [(line, row) for line in self._waiting if (row := _parse(line)) is not None and _is_kept(row, step)]
+        self._waiting = deque(line for line, _ in waiting)
         try:
-            self.rows_kept = drop_after(path, resumed_step)
+            self.rows_kept = [*drop_after(self._path, step), *(row for _, row in waiting)]
             # Without a buffer, each row is a single write.
-            self._file = path.open("ab", buffering=0)
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise self._failure(error) from None
+            raise RunFailedError(f"{self._refused(error)}; {_ADVICE}") from None
+        self._end = self._file.tell()
 
     def write(self, row: Row) -> None:
-        """Append one row."""
-        line = json_text(row).encode() + b"\n"
+        """Append the rows that wait, and one more."""
+        self._waiting.append(json_text(row).encode() + b"\n")
         try:
-            written = self._file.write(line)
+            self._write_waiting(self._file or self._open_again())
         except OSError as error:
-            raise self._failure(error) from None
-        if written != len(line):
-            raise self._failure(OSError("only a part of the line was written; the disk is probably full"))
+            self._failure = self._refused(error)
+            self._release()
+            while len(self._waiting) > 1 and sum(map(len, self._waiting)) > _MOST_WAITING:
+                self._waiting.popleft()
+                self._lost += 1
+            if not self._warned:
+                self._warned = True
+                self._warn(f"{self._failure}; rows wait in memory until it can be")
 
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        self._file.close()
+    def close(self) -> str:
+        """Close the file; closing twice is harmless. Returns a sentence about rows that were lost, empty if none were.
 
-    def _failure(self, error: OSError) -> RunFailedError:
-        return RunFailedError(
-            f"{self._path} cannot be written ({error.strerror or error}); make room or correct the folder's "
-            "permissions, then run the same command again to continue"
-        )
+        Raises RunFailedError if the last rows could not be written.
+        """
+        lacks = self._lost + len(self._waiting)
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            raise RunFailedError(f"{self._refused(error)}, and lacks its last rows; {_ADVICE}") from None
+        if self._waiting:
+            raise RunFailedError(
+                f"{self._failure}, and lacks {units.count(lacks, 'row')}, the last included; {_ADVICE}"
+            )
+        return f"{self._path} lacks {units.count(lacks, 'row')}, which waited for too long" if lacks else ""
+
+    def _write_waiting(self, file: FileIO) -> None:
+        while self._waiting:
+            rest = memoryview(self._waiting[0])
+            while rest:
+                # A disk that is nearly full takes a part.
+                rest = rest[file.write(rest) :]
+            self._written.append(self._waiting.popleft())
+            self._end += len(self._written[-1])
+        while sum(map(len, self._written)) > _REMEMBERED:
+            self._written.popleft()
+
+    def _open_again(self) -> FileIO:
+        """Open the file after a failure, and cut what follows its last whole line. Written rows that it does not hold
+        wait again."""
+        # A handle of a network file system may never work again.
+        self._file = self._path.open("ab+", buffering=0)
+        end = min(self._file.tell(), self._end)
+        start = max(0, end - _LONGEST)
+        end = start + os.pread(self._file.fileno(), end - start, start).rfind(b"\n") + 1
+        self._file.truncate(end)
+        while self._end > end and self._written:
+            self._waiting.appendleft(self._written.pop())
+            self._end -= len(self._waiting[0])
+        self._end = end
+        return self._file
+
+    def _release(self) -> None:
+        """Close the file, and cut the part of a line that may be at its end."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            if os.fstat(self._file.fileno()).st_size > self._end:
+                self._file.truncate(self._end)
+        with suppress(OSError):
+            self._file.close()
+        self._file = None
+
+    def _refused(self, error: OSError) -> str:
+        return f"{self._path} cannot be written ({error.strerror or error})"
 
 
 def drop_after(path: Path, step: int) -> list[Row]:

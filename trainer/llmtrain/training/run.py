@@ -13,6 +13,7 @@ from llmtrain_kernels.native import native_reason
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.comm.device import synchronize
 from llmtrain.comm.ranks import Ranks
+from llmtrain.errors import RunFailedError
 from llmtrain.launch.run_lock import RunLock
 from llmtrain.launch.stop import StopRequest
 from llmtrain.model.gpt import GPT
@@ -123,8 +124,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
                 ranks.watchdog.on_failure = log.fail
             try:
                 yield run
-            except DataError:
-                # Damaged data ends the run, but the checkpoint that is being written has nothing of it.
+            except (DataError, RunFailedError):
+                # What ends the run so is not in the checkpoint that is being written.
                 checkpoints.wait()
                 raise
             checkpoints.close()
