@@ -16,6 +16,7 @@ from typing import Any, Required
 from llmtrain_data import units
 from llmtrain_data.bounds import Count, Number
 from llmtrain_data.output import json_text
+from llmtrain_data.replace import replace_file
 from llmtrain_data.untrusted import regular
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -190,12 +191,7 @@ def drop_after(path: Path, step: int) -> list[Row]:
     lines = [(line, row) for line in _lines(path) if (row := _parse(line)) is not None and _is_kept(row, step)]
     kept = b"".join(line for line, _ in lines)
     if path.exists() and len(kept) != path.stat().st_size:
-        aside = path.with_name(path.name + ".partial")
-        with aside.open("wb") as file:
-            file.write(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        replace_file(path, kept)
     return [row for _, row in lines]
 
 

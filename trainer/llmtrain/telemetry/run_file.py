@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain_data import units
 from llmtrain_data.bounds import Count, Number
+from llmtrain_data.replace import replace_file
 from llmtrain_data.untrusted import UnreadableError, read_bytes
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -50,9 +51,7 @@ class _Run(TypedDict, total=False):
 
 def write_run_file(run_dir: Path, run: dict[str, Any]) -> None:
     """Write `run.json`; an existing file is replaced atomically."""
-    aside = run_dir / "run.json.partial"
-    aside.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    aside.replace(run_dir / "run.json")
+    replace_file(run_dir / "run.json", (json.dumps(run, indent=2) + "\n").encode())
 
 
 def read_run_file(run_dir: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_data.output import say
+from llmtrain_data.replace import replace_file
 from llmtrain_data.sync import sync_folder
 from omegaconf import OmegaConf
 
@@ -71,10 +72,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_record(folder: Path, plan: Plan) -> None:
-    """Write the resolved recipe, and copy the tokenizer beside it: the folder can then be moved, sampled and
-    converted."""
+    """Write the resolved recipe, and copy the tokenizer beside it: the folder can then be moved, sampled and converted.
+    Files of an earlier start are replaced whole."""
     with writing(folder):
-        (folder / RECORD).write_text(to_yaml(plan.record))
+        replace_file(folder / RECORD, to_yaml(plan.record).encode())
         if plan.data.tokenizer is not None:
             copy_tokenizer(Path(plan.data.tokenizer), folder / "tokenizer")
 

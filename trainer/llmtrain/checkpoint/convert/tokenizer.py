@@ -1,11 +1,11 @@
 """Copy and read a tokenizer's files in a Hugging Face folder."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmtrain_data.errors import DataError
+from llmtrain_data.replace import replace_file
 from llmtrain_data.tokenizer import END_OF_TEXT, added_tokens, configured_token
 
 from llmtrain.errors import BadInputError
@@ -31,13 +31,13 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files from `source`; return whether it has any."""
+    """Copy the tokenizer's files from `source`, and replace those of `target` whole; return whether it has any."""
     present = tokenizer_files(source)
     if present:
         target.mkdir(parents=True, exist_ok=True)
     for path in present:
         if path.resolve() != (target / path.name).resolve():
-            shutil.copyfile(path, target / path.name)
+            replace_file(target / path.name, path.read_bytes())
     return bool(present)
 
 
