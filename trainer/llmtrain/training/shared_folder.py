@@ -21,6 +21,7 @@ def check_shared(folder: Path, lock: RunLock, ranks: Ranks, stop: StopRequest) -
     Waits only where a rank does not see it at once. Raises RunFailedError on all ranks, PreemptedError when asked to
     stop while waiting.
     """
+    ranks.activity.begin("waiting until all ranks see the run's folder")
     content = ranks.from_main("content of the lock", lock.content)
     found = _SEEN if ranks.is_main else _look(folder, content, ranks, stop)
     states = [state for [state] in ranks.gather_all([found])]
