@@ -2,7 +2,7 @@
 
 Every rank regularly writes a sign of life, a beat, with what it does. The first rank watches the others, and they watch
 the first. A silence is counted in rounds of the watching rank and not in seconds, so that a whole job may be suspended
-for any time.
+for any time. The clocks of machines may differ by any time.
 """
 
 import json
@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 
 import psutil
 import torch.distributed as dist
 from llmtrain_data.output import say
 
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.clocks import ClockOffset
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
 from llmtrain.comm.device import on_this_device
 from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank
@@ -45,9 +47,9 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank does. moved: when it last began something, seconds since the epoch. lost: whether it has lost contact
-    to others. writing: whether it writes its part of a checkpoint. groups: progress of its collectives by group, where
-    its host runs ahead of its GPU and nothing has moved for a round."""
+    """What a rank does. moved: when it last began something, by its own clock, in seconds. lost: whether it has lost
+    contact to others. writing: whether it writes its part of a checkpoint. groups: progress of its collectives by
+    group, where its host runs ahead of its GPU and nothing has moved for a round."""
 
     step: int = 0
     doing: str = ""
@@ -59,11 +61,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life. number: counts them."""
+    """A sign of life. number: counts them. sent: when it was written, by the rank's own clock, in seconds."""
 
     process: ProcessId
     number: int = 0
     state: RankState = RankState()
+    sent: float = 0.0
 
     @property
     def host(self) -> str:
@@ -98,7 +101,10 @@ class Watchdog:
         self._heard: dict[int, Beat] = {}
         self._silent = dict.fromkeys(self._others, 0)
         self._answers = self._apart = self._still = self._verdicts_read = 0
-        self._newest = 0.0
+        # When each rank last began something, by its own clock, and how far this clock is ahead of that one.
+        self._moves: dict[int, float] = {}
+        self._offsets: dict[int, ClockOffset] = {}
+        self._looked = time.time()
         self.on_failure: Callable[[str], None] = lambda sentence: None
         self._over = threading.Event()
         process = psutil.Process()
@@ -154,7 +160,7 @@ class Watchdog:
         # The host may wait for the GPU, and so may not learn of it.
         activity.lost = activity.lost or (self._recorder is not None and self._recorder.has_failed())
         state = RankState(last.step, last.doing, moved, activity.lost, activity.writing, groups)
-        self._self = replace(self._self, number=self._self.number + 1, state=state)
+        self._self = replace(self._self, number=self._self.number + 1, state=state, sent=time.time())
         self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))
 
     def _moved_until(self, began: float) -> tuple[float, dict[str, GroupProgress]]:
@@ -170,13 +176,18 @@ class Watchdog:
 
     def _hear(self) -> None:
         here = [rank for rank in self._others if rank in self._heard or self._store.check([_key(rank)])]
+        looked, self._looked = self._looked, time.time()
         texts = self._store.multi_get([_key(rank) for rank in here]) if here else []
+        found = time.time()
         for rank in self._others:
             self._silent[rank] += 1
         for rank, text in zip(here, texts, strict=True):
             beat = _parse(text)
             if rank not in self._heard or self._heard[rank].number != beat.number:
                 self._silent[rank] = 0
+                # The first beat may be older than the first look.
+                since = looked if rank in self._heard else -inf
+                self._offsets[rank] = self._offsets.get(rank, ClockOffset()).narrowed(beat.sent, since, found)
             self._heard[rank] = beat
 
     def _judge(self) -> None:
@@ -194,9 +205,12 @@ class Watchdog:
     def _judge_standstill(self) -> None:
         """If no rank has begun anything for long, all of them wait for the rank that stopped first."""
         beats = {0: self._self} | self._heard
-        newest = max(beat.state.moved for beat in beats.values())
-        self._still = self._still + 1 if newest == self._newest else 0
-        self._newest = newest
+        moves = {rank: beat.state.moved for rank, beat in beats.items()}
+        self._still = self._still + 1 if moves == self._moves else 0
+        if not self._still:
+            self._moves = moves
+            # Clocks may be set in a long run.
+            self._offsets.clear()
         if self._still >= self._patience:
             if all(beat.state.doing == CONNECTING for beat in beats.values()):
                 self._condemn(
@@ -204,7 +218,8 @@ class Watchdog:
                 )
                 return
             # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it.
-            first = min(beats, key=lambda rank: (not beats[rank].state.writing, beats[rank].state.moved))
+            offsets = {rank: offset.seconds for rank, offset in self._offsets.items()}
+            first = min(beats, key=lambda rank: (not beats[rank].state.writing, moves[rank] + offsets.get(rank, 0.0)))
             whom, late = "the others wait", None
             if not beats[first].state.writing:
                 late = late_rank({rank: beat.state.groups for rank, beat in beats.items()})
@@ -332,4 +347,4 @@ def _key(rank: int) -> str:
 def _parse(text: bytes) -> Beat:
     beat = json.loads(text)
     groups = {name: GroupProgress(*values) for name, values in beat["state"].pop("groups").items()}
-    return Beat(ProcessId(**beat["process"]), beat["number"], RankState(**beat["state"], groups=groups))
+    return Beat(ProcessId(**beat["process"]), beat["number"], RankState(**beat["state"], groups=groups), beat["sent"])

@@ -1,0 +1,73 @@
+"""What the watchdog concludes from beats, whatever the clocks of machines show."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from llmtrain.comm import watchdog
+from llmtrain.comm.activity import Activity
+from llmtrain.comm.watchdog import Beat, ProcessId, RankState, Watchdog
+
+ROUND = 5.0
+STOPPED = 1000.0
+
+
+class Pair:
+    """Rank 0, which watches rank 1. ahead: by how many seconds the clock of rank 1 is ahead."""
+
+    def __init__(self, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ahead, self.verdicts = 0.0, ahead, list[str]()
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: self.now, sleep=time.sleep))
+        monkeypatch.setattr(Watchdog, "_condemn", lambda _, sentence, gone: self.verdicts.append(sentence))
+        self._activity, self._store = Activity(0), dist.HashStore()
+        self._watchdog = Watchdog(self._activity, self._store, 2, 600.0, noted=True)
+        # Rounds are begun here instead of by its thread.
+        self._watchdog.end()
+        self._rounds = 0
+
+    def round(self, moved: Callable[[int, float], float]) -> None:
+        """Do one round. moved: returns when a rank last began something before a time, both by the clock of rank 0."""
+        self._rounds += 1
+        self.now += ROUND
+        # Rounds of two ranks do not last exactly as long.
+        sent = self.now - self._rounds * 0.3 % ROUND
+        state = RankState(step=3, doing="computing", moved=moved(1, sent) + self.ahead)
+        beat = Beat(ProcessId("b", 1, 0.0), self._rounds, state, sent + self.ahead)
+        self._store.set("beat/1", json.dumps(asdict(beat)))
+        self._activity.moved = moved(0, self.now)
+        self._watchdog._write_beat()
+        self._watchdog._hear()
+        self._watchdog._judge()
+
+
+@pytest.mark.parametrize("ahead", [0.0, 900.0, -900.0])
+@pytest.mark.parametrize("still", [0, 1])
+def test_a_rank_that_moves_is_seen_to(still: int, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the other one does not, for three timeouts."""
+    pair = Pair(ahead, monkeypatch)
+    for _ in range(360):
+        pair.round(lambda rank, at: min(at, 10.0) if rank == still else at)
+    assert pair.verdicts == []
+
+
+@pytest.mark.parametrize(
+    ("ahead", "later"),
+    [(0.0, 0.01), (0.5, 0.6), (900.0, 1.0), (-900.0, 1.0), (3.0, 1.0), (-3.0, 1.0)],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_stopped_first_is_named(
+    first: int, ahead: float, later: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """later: the seconds after which the other one waits for it. Before, the clock of rank 1 was set."""
+    pair = Pair(-7000.0, monkeypatch)
+    while not pair.verdicts:
+        pair.ahead = ahead if pair.now > STOPPED / 2 else pair.ahead
+        pair.round(lambda rank, at: min(at, STOPPED if rank == first else STOPPED + later))
+    assert f"the others wait for rank {first} on" in pair.verdicts[0]
+    # 118 rounds, and two until both beats are there.
+    assert STOPPED + 590 <= pair.now <= STOPPED + 600
