@@ -12,7 +12,7 @@ SAMPLED = 256
 """Blocks of the `.bin` that a fingerprint reads. This covers sets of up to 16 MiB completely."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fingerprint:
     """The fingerprint of a prepared set, in JSON types. path: its prefix.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -97,7 +97,7 @@ class LinesChunk:
     start: int
     done: int
     ends: None = None
-    continues: bool = False
+    continues: ClassVar[bool] = False
 
     def texts(self) -> list[str]:
         """Return the texts. Raises DataError that names the invalid line."""
@@ -120,7 +120,7 @@ class ColumnChunk:
     column: Any
     done: int
     ends: None = None
-    continues: bool = False
+    continues: ClassVar[bool] = False
 
     def texts(self) -> list[str]:
         """Return the texts."""

@@ -249,7 +249,8 @@ def save(folder: Path, recipe: dict[str, Any], progress: dict[str, Any]) -> Path
 
 
 def sets(*begins: int | None) -> dict[str, Any]:
-    return {"data": [asdict(Fingerprint("set", 2, 1, "0", "0", begin=begin)) for begin in begins]}
+    given = [Fingerprint(path="set", bin_bytes=2, idx_bytes=1, index="0", sample="0", begin=begin) for begin in begins]
+    return {"data": [asdict(one) for one in given]}
 
 
 OLD = {"data": [{"path": "set", "bin_bytes": 2, "idx_bytes": 1, "index": "0", "sample": "0", "blocks": None}]}
