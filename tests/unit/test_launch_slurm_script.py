@@ -24,7 +24,13 @@ from llmtrain.launch.slurm.script import (
 
 RECIPE = "name: a run\nseed: 3\n"
 COMMAND = ("/env/bin/python", "-m", "llmtrain", "run")
-JOB = BatchJob("a run", Path("/data/my runs/a run"), Allocation(2, 4), COMMAND, SubmittedRecipe(RECIPE))
+JOB = BatchJob(
+    name="a run",
+    folder=Path("/data/my runs/a run"),
+    allocation=Allocation(2, 4),
+    command=COMMAND,
+    recipe=SubmittedRecipe(RECIPE),
+)
 FULL = Site(
     account="abc", partition="gpu", qos="high", constraint="a100&nvlink", reservation="r", time="1-0", gpus_per_node=4,
     cpus_per_rank=16, exclusive=True, margin=120, modules=("cuda/12.4", "gcc"), sbatch=("--mail-type=END",),

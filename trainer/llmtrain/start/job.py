@@ -80,7 +80,15 @@ def plan_job(
     series = Chain(chain) if array is None else Array(array)
     remark = None if plan is None else _short_margin(plan, site.margin)
     remarks = () if remark is None else (remark,)
-    return BatchJob(recipe.name, folder, allocation, command, submitted, series, remarks=remarks)
+    return BatchJob(
+        name=recipe.name,
+        folder=folder,
+        allocation=allocation,
+        command=command,
+        recipe=submitted,
+        series=series,
+        remarks=remarks,
+    )
 
 
 def _facts(recipe: Recipe, allocation: Allocation) -> Facts:

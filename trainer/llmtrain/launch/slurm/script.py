@@ -8,7 +8,7 @@ this, for people's own batch scripts too.
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import llmtrain
@@ -63,7 +63,7 @@ class Array:
     seeds: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """A run as a Slurm job.
 
@@ -77,7 +77,7 @@ class BatchJob:
     command: tuple[str, ...]
     recipe: SubmittedRecipe
     series: Chain | Array = Chain()
-    remarks: tuple[str, ...] = field(default=(), kw_only=True)
+    remarks: tuple[str, ...] = ()
 
     @property
     def seeds(self) -> list[int]:
