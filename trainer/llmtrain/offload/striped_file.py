@@ -91,9 +91,12 @@ class StripedFile:
         """Close the files, which frees their space. Waits for what `reading` and `writing` have started."""
         if self._queue is not None:
             self._queue.close()
+            self._queue = None
         for file in self._files:
             with suppress(OSError):
                 os.close(file)
+        # What is open next may have their numbers.
+        self._files = [-1] * len(self._files)
 
     def _parts(self, region: int, start: int, memory: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (volume, offset in its file, part of `memory`)."""
