@@ -22,7 +22,7 @@ def check_shared(folder: Path, lock: RunLock, ranks: Ranks, stop: StopRequest) -
     stop while waiting.
     """
     ranks.activity.begin("waiting until all ranks see the run's folder")
-    content = ranks.from_main(f"lock of {folder}", lock.content)
+    content = ranks.from_main(f"lock of {folder.name}", lock.content)
     found = _SEEN if ranks.is_main else _look(folder, content, ranks, stop)
     states = [state for [state] in ranks.gather_all([found])]
     if _STOPPED in states:
