@@ -75,7 +75,7 @@ def test_a_rank_with_a_folder_of_its_own_ends_all(tmp_path: Path, naps: list[flo
 
 
 def test_a_rank_that_sees_the_folder_late_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, late, looks = tmp_path / "a", tmp_path / "b", list[float]()
+    mine, late, looks = tmp_path / "a" / "run", tmp_path / "b" / "run", list[float]()
 
     def sleep(seconds: float) -> None:
         looks.append(seconds)
@@ -91,7 +91,7 @@ def test_a_stop_ends_the_wait_on_all(tmp_path: Path, naps: list[float]) -> None:
     def ask(ranks: Ranks, stop: StopRequest) -> None:
         stop.asked = ranks.rank == 1
 
-    said = start([tmp_path / "a", tmp_path / "b"], ask)
+    said = start([tmp_path / "a" / "run", tmp_path / "b" / "run"], ask)
     assert said == [f"{PreemptedError.__name__}: {STOPPED_EARLY}"] * 2
     assert naps == []
 
