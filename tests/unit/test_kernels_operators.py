@@ -25,7 +25,7 @@ def doubled() -> Any:
     @operator("doubled_in_a_test", writes=("out",))
     def double(x: Tensor, out: Tensor) -> None:
         """Write twice `x` to `out`."""
-        torch.mul(x, 2, out=out)
+        out.copy_(x * 2)
 
     @fake("doubled_in_a_test")
     def _(x: Tensor, out: Tensor) -> None:
@@ -53,5 +53,9 @@ def test_without_one_the_function_is_called(doubled: Any) -> None:
 
 
 def test_fake_tensors_run_nothing(doubled: Any) -> None:
+    """The function itself would complain of the shape."""
     with FakeTensorMode():
-        doubled(torch.empty(3), torch.empty(3))
+        x, out = torch.empty(3), torch.empty(4)
+        assert doubled(x, out) is None
+        with pytest.raises(RuntimeError, match="size"):
+            doubled.__wrapped__(x, out)

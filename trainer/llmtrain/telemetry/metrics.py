@@ -30,8 +30,8 @@ _LONGEST = 2**23
 _CHUNK = 2**20
 # Most bytes of rows that wait until the file can be written: some 30,000 rows.
 _MOST_WAITING = 2**26
-# Bytes of written rows to remember: a network file system may lose what it has taken in the last seconds.
-_REMEMBERED = 2**20
+# Written rows to remember: a network file system may lose what it has taken in the last seconds.
+_REMEMBERED = 2_000
 _ADVICE = f"make room or correct the folder's permissions; {RESUMES}"
 
 
@@ -91,7 +91,7 @@ class MetricsFile:
         """Open `path` to resume after `resumed_step` (0: start from the beginning), and drop later rows."""
         self._path, self._warn, self._warned = path, warn, False
         self._file: FileIO | None = None
-        self._waiting, self._written = deque[bytes](), deque[bytes]()
+        self._waiting, self._written = deque[bytes](), deque[bytes](maxlen=_REMEMBERED)
         self._failure, self._lost = "", 0
         self.rewind(resumed_step)
 
@@ -149,8 +149,6 @@ class MetricsFile:
                 rest = rest[file.write(rest) :]
             self._written.append(self._waiting.popleft())
             self._end += len(self._written[-1])
-        while sum(map(len, self._written)) > _REMEMBERED:
-            self._written.popleft()
 
     def _open_again(self) -> FileIO:
         """Open the file after a failure, and cut what follows its last whole line. Written rows that it does not hold
