@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 F = TypeVar("F", bound=Callable[..., object])
 _NAMESPACE = "llmtrain"
@@ -52,9 +51,11 @@ def operator(name: str, writes: tuple[str, ...] = ()) -> Callable[[F], F]:
     def made(function: F) -> F:
         seen = traced_operator(name, writes)(function)
 
+        # torch's `is_in_torch_dispatch_mode` is one flag for all threads: it stays set where two of them leave their
+        # modes in the order in which they entered them.
         @functools.wraps(function)
         def call(*arguments: object, **named: object) -> object:
-            return (seen if is_in_torch_dispatch_mode() else function)(*arguments, **named)
+            return (seen if torch._C._len_torch_dispatch_stack() else function)(*arguments, **named)
 
         return cast(F, call)
 

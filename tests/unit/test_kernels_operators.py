@@ -1,5 +1,6 @@
 """Operators that are called directly, except where a dispatch mode looks."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -50,6 +51,36 @@ def test_without_one_the_function_is_called(doubled: Any) -> None:
     assert out.tolist() == [0, 2, 4]
     assert "llmtrain::doubled_in_a_test" not in {event.name for event in profiled.events() or ()}
     assert doubled.__doc__ == "Write twice `x` to `out`."
+
+
+def test_modes_of_other_threads_do_not_count(doubled: Any) -> None:
+    """Two threads leave their modes in the order in which they entered them. torch's own flag then stays set."""
+    first, second = Recorder(), Recorder()
+    turns = [threading.Event() for _ in range(3)]
+
+    def one() -> None:
+        with first:
+            turns[0].set()
+            turns[1].wait()
+        turns[2].set()
+
+    def two() -> None:
+        turns[0].wait()
+        with second:
+            turns[1].set()
+            turns[2].wait()
+
+    flag = torch.utils._python_dispatch._is_in_torch_dispatch_mode
+    threads = [threading.Thread(target=target) for target in (one, two)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+        test_without_one_the_function_is_called(doubled)
+    finally:
+        torch.utils._python_dispatch._is_in_torch_dispatch_mode = flag
 
 
 def test_fake_tensors_run_nothing(doubled: Any) -> None:

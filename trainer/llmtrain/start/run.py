@@ -82,13 +82,8 @@ def start(
     too_much = None if force else machine_refusal(recipe, named, plan)
     too_small = gpu_memory_problem(given_cluster(recipe.cluster)) if gpus and not force else None
     volumes = offload_problem(plan, facts.ranks_per_node or facts.world)
-    mine = (
-        _mpi_problem(plan, place),
-        _attention_problem(plan, facts),
-        _kernels_problem(plan),
-        triton_problem() if gpus and facts.triton and not force else None,
-    )
-    problems = [problem for problem in (*mine, too_small, too_large, too_much, volumes) if problem]
+    mine = _machine_problems(plan, place, facts, force)
+    problems = [*mine, *(problem for problem in (too_small, too_large, too_much, volumes) if problem)]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(
@@ -161,6 +156,17 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
         # Ranks on several machines would have to agree on one.
         machine=cluster_of_gpus(world) if gpus and here == world and not described else None,
     )
+
+
+def _machine_problems(plan: Plan, place: Launched | None, facts: Facts, force: bool) -> list[str]:
+    """Return an error for each part of the software of this machine that the plan needs and that is not there."""
+    found = (
+        _mpi_problem(plan, place),
+        _attention_problem(plan, facts),
+        _kernels_problem(plan),
+        triton_problem() if facts.device == "cuda" and facts.triton and not force else None,
+    )
+    return [problem for problem in found if problem]
 
 
 def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
