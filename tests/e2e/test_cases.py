@@ -66,7 +66,7 @@ CONTROL, ESCAPED = "\x1b]0;owned\x07\x1b[2J", re.escape("\\x1b]0;owned\\x07\\x1b
 STEERS = json.dumps({"event": "end", "step": 4, "outcome": CONTROL})
 LLAMA = {
     "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_scaling": {"rope_type": "llama3", "factor": 32.0},
+    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
 }  # fmt: skip
 AGAIN = "told to stop before anything was done; the same command starts again"
 FIELD = file("a.jsonl", f'{{"text": "a", "b": {DEEP}}}')
@@ -203,7 +203,7 @@ CASES = [
     Case(13, "a validation split of few documents", [], f"{NEW} data.split=[95,5,0] train.eval_every=4", 0, r"warning: .* has fewer than 20 documents \(10\)"),
     Case(13, "files that are left out", [file("texts/a.png", b"\x89PNG\0" * 9)], f"data prepare texts {PREPARE}", 0, r"left out +1 file, not UTF-8 text \(.*\): a.png"),
     Case(13, "a dry run's table", [], DRY, 0, r"# parameters +15.4k\n# steps +4\n# tokens +256, 64 per step\n# epochs (?s:.*)# auto +model: "),
-    Case(14, "released weights with scaled RoPE", [hf(**LLAMA)], "run llama-1b model.preset=null model.hf=hf data.path=set --dry-run", 2, "rope"),
+    Case(14, "released weights with scaled RoPE", [hf(**LLAMA)], "run llama-1b model.preset=null model.hf=hf data.path=set --dry-run", 2, "only RoPE without scaling"),
     Case(14, "llama-8b as shipped", [], "plan llama-8b data.path=set", 0, r"optimizer states +11.2 GiB"),
     Case(14, "advice of a distribution that is none", [], "doctor", 0, r"(?s)^(?!.*llmtrain\[).*training works here"),
 ]  # fmt: skip

@@ -40,12 +40,18 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61,
     "max_position_embeddings": 24,
 }  # fmt: skip
+# Of the frequencies of a head of 12 channels, one stays, one is between and four are scaled.
+SCALING: dict[str, Any] = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 24}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
     "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, n_inner=80, tie_word_embeddings=False)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama-scaled": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"rope_scaling": SCALING})),
     "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
 }
 
@@ -187,7 +193,8 @@ def test_only_safetensors_of_the_folder_itself(tmp_path: Path) -> None:
         ("gpt2", {"vocab_size": None}, "vocab_size"),
         ("gpt2", {"model_type": "mixtral"}, "model_type"),
         ("gpt2", {"n_head": 5}, "model.heads"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
+        ("llama", {"rope_scaling": SCALING | {"high_freq_factor": 1.0}}, "low_freq_factor"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
         ("llama", {"rope_parameters": {"rope_theta": "big"}}, "rope_theta"),

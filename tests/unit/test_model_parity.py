@@ -17,6 +17,7 @@ from llmtrain.sharding.unit import unsharded_unit
 from torch import Tensor
 
 from tests.programs import BACKWARD, programs_of, whole_model
+from tests.unit.test_checkpoint_convert import SCALING
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 # All versions of transformers read it, though the types of some leave it out.
@@ -31,10 +32,10 @@ def gpt2() -> transformers.PreTrainedModel:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(tied: bool = False) -> transformers.PreTrainedModel:
+def llama(tied: bool = False, **more: Any) -> transformers.PreTrainedModel:
     config = transformers.LlamaConfig(
         num_hidden_layers=3, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
-        max_position_embeddings=32, vocab_size=97, rms_norm_eps=1e-5, tie_word_embeddings=tied, **SPECIAL,
+        max_position_embeddings=32, vocab_size=97, rms_norm_eps=1e-5, tie_word_embeddings=tied, **SPECIAL, **more,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -51,6 +52,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": gpt2,
     "llama": llama,
     "llama-tied": lambda: llama(tied=True),
+    "llama-scaled": lambda: llama(rope_scaling=SCALING),
     "neox": neox,
     "neox-20b": lambda: neox("gelu_fast"),
 }

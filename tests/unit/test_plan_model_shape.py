@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
+from llmtrain.model.config import RopeScaling
 from llmtrain.model.presets import PRESETS
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.resolve.check import check
@@ -78,5 +79,10 @@ def test_a_hugging_face_model_keeps_its_sizes() -> None:
     check(plan, facts)
     longer = recipe("model.positions=16384", "model.rope_theta=1e6", model="{hf: somewhere}")
     check(make_plan(longer, facts), facts)
+    scaled = recipe("model.rope_scaling={factor: 8, original_positions: 8192}", model="{hf: somewhere}")
+    plan = make_plan(scaled, facts)
+    assert plan.model.rope_scaling == RopeScaling(factor=8, original_positions=8192)
+    assert make_plan(parse_recipe(dict(plan.record)), facts) == plan
+    check(plan, facts)
     with pytest.raises(BadInputError, match=r"model\.layers is 3, but the model in model\.hf has 16"):
         check(make_plan(recipe("model.layers=3", model="{hf: somewhere}"), facts), facts)

@@ -16,6 +16,31 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequencies of RoPE for longer sequences than those of pretraining, as Llama 3.1 scales them (Hugging Face's
+    rope_type llama3).
+
+    original_positions: longest sequence of pretraining. A channel that turns less than low_freq_factor times within it
+    turns slower by factor; one that turns more than high_freq_factor times stays; those between go over from one to the
+    other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    factor: Factor
+    original_positions: SequenceLength
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
+
+    def __post_init__(self) -> None:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling.low_freq_factor is {self.low_freq_factor}; it must be below high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The recipe's `model` section. A key left null takes its value from the preset, the Hugging Face folder or the
     family.
@@ -27,8 +52,9 @@ class ModelConfig:
     positions: longest sequence. vocab: rows of the embedding, at least as many as the tokenizer has; null or auto: with
     hf, that model's; else the size of data.tokenizer if it is set, else the preset's. tie_embeddings: whether the head
     uses the embedding's weights. norm_eps: added to the variance in norms. rope_theta: base of RoPE's wavelengths.
-    rotary_fraction: share of a head's channels that RoPE rotates. activation: activation of the MLP, for gpt2 and neox;
-    gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with. dropout: probability, in training.
+    rope_scaling: RoPE's frequencies for longer sequences than those of pretraining. rotary_fraction: share of a head's
+    channels that RoPE rotates. activation: activation of the MLP, for gpt2 and neox; gelu_tanh is the tanh form that
+    GPT-2 and GPT-NeoX-20B were trained with. dropout: probability, in training.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -46,6 +72,7 @@ class ModelConfig:
     tie_embeddings: bool | None = None
     norm_eps: NormEps | None = None
     rope_theta: Factor | None = None
+    rope_scaling: RopeScaling | None = None
     rotary_fraction: Fraction | None = None
     activation: Literal["gelu", "gelu_tanh"] | None = None
     dropout: Dropout | None = None
@@ -57,7 +84,8 @@ class GPTConfig:
 
     hidden: width of the residual stream. heads, kv_heads: query heads, and key/value heads that they share
     (grouped-query attention). ffn: width of the MLP. positions: longest sequence. vocab: rows of the embedding.
-    rotary_fraction: share of a head's channels that RoPE rotates (neox, llama). activation: the MLP's activation
+    rope_scaling: None leaves RoPE's frequencies as rope_theta gives them. rotary_fraction: share of a head's channels
+    that RoPE rotates (neox, llama). activation: the MLP's activation
     function; gelu_tanh is the tanh form that GPT-2 and GPT-NeoX-20B were trained with, swiglu is family llama's.
     """
 
@@ -78,6 +106,7 @@ class GPTConfig:
     rotary_fraction: Fraction
     activation: Activation
     dropout: Dropout
+    rope_scaling: RopeScaling | None = None
 
     @classmethod
     def of(cls, sizes: Mapping[str, Any]) -> Self:

@@ -14,7 +14,7 @@ from llmtrain_kernels.activation.kinds import Activation
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import Dropout, Fraction, GPTConfig, NormEps
+from llmtrain.model.config import Dropout, Fraction, GPTConfig, NormEps, RopeScaling
 from llmtrain.yaml.expected import expected
 from llmtrain.yaml.shown import shown
 
@@ -47,6 +47,14 @@ _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
 _GELU: dict[Activation, tuple[str, ...]] = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+}
+
+# Keys of `RopeScaling`, with Hugging Face's names and their types.
+_SCALING: dict[str, tuple[str, object]] = {
+    "factor": ("factor", Factor),
+    "original_positions": ("original_max_position_embeddings", SequenceLength),
+    "low_freq_factor": ("low_freq_factor", Factor),
+    "high_freq_factor": ("high_freq_factor", Factor),
 }
 
 
@@ -130,33 +138,37 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 def _llama(config: _Config) -> dict[str, Any]:
     heads = config.number("num_attention_heads", 32, Hidden)
-    theta, fraction = _rope(config, theta_key="rope_theta", fraction_key="partial_rotary_factor", fraction=1.0)
-    if fraction != 1.0:
+    rope = _rope(config, theta_key="rope_theta", fraction_key="partial_rotary_factor", fraction=1.0)
+    if (fraction := rope["rotary_fraction"]) != 1.0:
         raise config.refuse("partial_rotary_factor", fraction, "only with 1.0 in this family")
     shape = _common(config, heads)
     if (head_dim := config.get("head_dim", shape["hidden"] // heads)) != shape["hidden"] // heads:
         raise config.refuse("head_dim", head_dim, f"only with hidden_size / heads, {shape['hidden'] // heads}")
-    return shape | {
-        "kv_heads": config.number("num_key_value_heads", heads, Hidden),
-        "norm_eps": config.number("rms_norm_eps", 1e-6, NormEps),
-        "rope_theta": theta,
-        "rotary_fraction": fraction,
-        "activation": "swiglu",
-        "dropout": _dropout(config, ("attention_dropout",), 0.0),
-    }
+    return (
+        shape
+        | rope
+        | {
+            "kv_heads": config.number("num_key_value_heads", heads, Hidden),
+            "norm_eps": config.number("rms_norm_eps", 1e-6, NormEps),
+            "activation": "swiglu",
+            "dropout": _dropout(config, ("attention_dropout",), 0.0),
+        }
+    )
 
 
 def _neox(config: _Config) -> dict[str, Any]:
     heads = config.number("num_attention_heads", 64, Hidden)
-    theta, fraction = _rope(config, theta_key="rotary_emb_base", fraction_key="rotary_pct", fraction=0.25)
-    return _common(config, heads) | {
-        "kv_heads": heads,
-        "norm_eps": config.number("layer_norm_eps", 1e-5, NormEps),
-        "rope_theta": theta,
-        "rotary_fraction": fraction,
-        "activation": _gelu(config, "hidden_act", "gelu"),
-        "dropout": _dropout(config, ("hidden_dropout", "attention_dropout"), 0.0),
-    }
+    rope = _rope(config, theta_key="rotary_emb_base", fraction_key="rotary_pct", fraction=0.25)
+    return (
+        _common(config, heads)
+        | rope
+        | {
+            "kv_heads": heads,
+            "norm_eps": config.number("layer_norm_eps", 1e-5, NormEps),
+            "activation": _gelu(config, "hidden_act", "gelu"),
+            "dropout": _dropout(config, ("hidden_dropout", "attention_dropout"), 0.0),
+        }
+    )
 
 
 def _common(config: _Config, heads: int) -> dict[str, Any]:
@@ -170,22 +182,31 @@ def _common(config: _Config, heads: int) -> dict[str, Any]:
     }
 
 
-def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -> tuple[float, float]:
-    """Return RoPE's base and the rotated share of a head; version 5 keeps them in `rope_parameters`."""
+def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -> dict[str, Any]:
+    """Return RoPE's base, its scaling and the rotated share of a head; version 5 keeps them in `rope_parameters`."""
     section: dict[str, Any] = {}
+    scaling = None
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key, {})
         if not isinstance(value, dict):
-            raise config.refuse(key, value, "only RoPE without scaling")
-        if (kind := value.get("rope_type", value.get("type", "default"))) != "default":
-            raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default'")
+            raise config.refuse(key, value, "only RoPE without scaling, or as Llama 3.1 scales it")
+        kind = value.get("rope_type", value.get("type", "default"))
+        if kind == "llama3":
+            scaling = _scaling(config, value)
+        elif kind != "default":
+            raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default', or 'llama3'")
         section |= value
     theta = config.number(theta_key, 10000.0, Factor)
     fraction = config.number(fraction_key, fraction, Fraction)
-    return (
-        config.number("rope_theta", theta, Factor, section),
-        config.number("partial_rotary_factor", fraction, Fraction, section),
-    )
+    return {
+        "rope_theta": config.number("rope_theta", theta, Factor, section),
+        "rope_scaling": scaling,
+        "rotary_fraction": config.number("partial_rotary_factor", fraction, Fraction, section),
+    }
+
+
+def _scaling(config: _Config, section: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config.number(key, None, kind, section) for name, (key, kind) in _SCALING.items()}
 
 
 def _gelu(config: _Config, key: str, default: str) -> Activation:
@@ -220,18 +241,7 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
         **special,
     }
     if config.family == "gpt2":
-        return common | {
-            "n_embd": config.hidden,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.ffn,
-            "n_positions": config.positions,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": _GELU[config.activation][0],
-            "resid_pdrop": config.dropout,
-            "embd_pdrop": config.dropout,
-            "attn_pdrop": config.dropout,
-        }
+        return common | _to_hf_gpt2(config)
     common |= {
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
@@ -240,6 +250,8 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
         "max_position_embeddings": config.positions,
         "attention_dropout": config.dropout,
     }
+    if config.rope_scaling is not None:
+        common["rope_scaling"] = _to_hf_scaling(config.rope_scaling)
     if config.family == "neox":
         return common | {
             "layer_norm_eps": config.norm_eps,
@@ -262,3 +274,22 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
         "attention_bias": False,
         "mlp_bias": False,
     }
+
+
+def _to_hf_gpt2(config: GPTConfig) -> dict[str, object]:
+    return {
+        "n_embd": config.hidden,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.ffn,
+        "n_positions": config.positions,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": _GELU[config.activation][0],
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+    }
+
+
+def _to_hf_scaling(scaling: RopeScaling) -> dict[str, object]:
+    return {"rope_type": "llama3", **{key: getattr(scaling, name) for name, (key, _) in _SCALING.items()}}

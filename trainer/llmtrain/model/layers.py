@@ -1,5 +1,7 @@
 """The layers of the model. Parameters are created on the meta device; the flat units give them storage."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from llmtrain_kernels.activation.op import activate
@@ -11,7 +13,7 @@ from llmtrain_kernels.norm.op import residual_norm
 from llmtrain_kernels.triton_launch import takes_triton
 from torch import Tensor, nn
 
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.config import GPTConfig, RopeScaling
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -70,10 +72,20 @@ class Norm(nn.Module):
 def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosine and sine, each fp32 `[positions, 1, rotary_dim / 2]` (RoFormer, section 3.2)."""
     channels = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
-    frequencies = config.rope_theta ** (-channels / config.rotary_dim)
+    frequencies = _scaled(config.rope_theta ** (-channels / config.rotary_dim), config.rope_scaling)
     places = torch.arange(config.positions, device=device, dtype=torch.float32)
     angles = torch.outer(places, frequencies).unsqueeze(1)
     return angles.cos(), angles.sin()
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Return frequencies, radians per position, for longer sequences (Llama 3.1; see `RopeScaling`)."""
+    if scaling is None:
+        return frequencies
+    turns = frequencies * (scaling.original_positions / (2 * math.pi))
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 class Attention(nn.Module):

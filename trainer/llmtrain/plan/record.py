@@ -16,7 +16,7 @@ from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import QuantizeConfig, ZeroConfig
 
 _UNUSED: dict[Family, tuple[str, ...]] = {
-    "gpt2": ("rope_theta", "rotary_fraction"),
+    "gpt2": ("rope_theta", "rope_scaling", "rotary_fraction"),
     "llama": ("activation",),
     "neox": (),
 }

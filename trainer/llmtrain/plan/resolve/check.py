@@ -47,7 +47,7 @@ def check_given(recipe: Recipe) -> None:
         advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
         raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
     family = PRESETS[model.preset].family if model.preset else model.family
-    for key in ("rope_theta", "rotary_fraction"):
+    for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
         if family == "gpt2" and getattr(model, key) is not None:
             raise BadInputError(f"model.{key} does not apply to family gpt2, whose positions are learned; leave it out")
     if recipe.optimizer.warmup > recipe.train.steps:
@@ -276,8 +276,9 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
-    # A higher theta is how weights are trained further for longer sequences (Code Llama, section 2.4).
-    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions", "rope_theta"}
+    # Weights are trained further for longer sequences with a higher theta (Code Llama, section 2.4) or with scaled
+    # frequencies (Llama 3.1).
+    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions", "rope_theta", "rope_scaling"}
     for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
         if getattr(model, key) != getattr(hf, key):
             raise BadInputError(

@@ -15,7 +15,7 @@ _SIZES = tuple(entry.name for entry in fields(GPTConfig))
 def model_shape(recipe: Recipe, facts: Facts) -> GPTConfig:
     """Return the shape of a recipe's model. Raises BadInputError where a size is missing or impossible."""
     model = recipe.model
-    given = {key: value for key in _SIZES if (value := getattr(model, key)) not in (None, "auto")}
+    given = {key: value for key, value in asdict(model).items() if key in _SIZES and value not in (None, "auto")}
     if model.hf is not None:
         if facts.hf is None:
             raise BadInputError(f"model.hf is {model.hf}; expected a folder with a model's config.json")
