@@ -6,8 +6,8 @@ import pytest
 
 from tests.ranks.harness import Case, Result, Trained, Trainer
 
-# Seconds for a test, which may train the cases of all others.
-TIMEOUT = 3600
+# Seconds for a test, which may train the cases of all others: an hour for the 284 of eight ranks, on two cores.
+TIMEOUT = 7200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
