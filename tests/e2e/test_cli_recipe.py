@@ -87,7 +87,6 @@ BROKEN_RECIPES = [
     ("half a model", "model: {family: llama, layers: 2, heads: 2}\ndata: {path: prepared}", [], "model.hidden is missing"),
     ("key of another family", GOOD, ["model.rope_theta=1e6"], "model.rope_theta does not apply to family gpt2"),
     ("scaling of another family", GOOD, ["model.rope_scaling={factor: 8, original_positions: 64}"], "model.rope_scaling does not apply to family gpt2"),
-    ("half a scaling", GOOD, ["model.preset=llama-1m", "model.rope_scaling={factor: 8}"], "model.rope_scaling.original_positions is missing"),
     ("scaling upside down", GOOD, ["model.preset=llama-1m", "model.rope_scaling={factor: 8, original_positions: 64, low_freq_factor: 4}"], "low_freq_factor is 4.0; it must be below high_freq_factor (4.0)"),
     ("alpha without speeds", GOOD, ["pipeline.split=uniform", "pipeline.alpha=1.1"], "pipeline.alpha is 1.1, but pipeline.split is uniform"),
     ("no data", "model: {preset: gpt2-1m}", [], "data.path is missing; set it in the recipe or on the command line as data.path=..."),

@@ -20,15 +20,15 @@ class RopeScaling:
     """Frequencies of RoPE for longer sequences than those of pretraining, as Llama 3.1 scales them (Hugging Face's
     rope_type llama3).
 
-    original_positions: longest sequence of pretraining. A channel that turns less than low_freq_factor times within it
-    turns slower by factor; one that turns more than high_freq_factor times stays; those between go over from one to the
-    other.
+    The defaults are Llama 3.1's. factor: by how much channels turn slower that turn seldom. original_positions: longest
+    sequence of pretraining. low_freq_factor: channels that turn less often within it are slowed in full.
+    high_freq_factor: channels that turn more often stay; those between go over from one to the other.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    factor: Factor
-    original_positions: SequenceLength
+    factor: Factor = 8.0
+    original_positions: SequenceLength = 8192
     low_freq_factor: Factor = 1.0
     high_freq_factor: Factor = 4.0
 
