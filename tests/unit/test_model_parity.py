@@ -40,10 +40,10 @@ def llama(tied: bool = False, **more: Any) -> transformers.PreTrainedModel:
     return transformers.LlamaForCausalLM(config)
 
 
-def neox(activation: str = "gelu") -> transformers.PreTrainedModel:
+def neox(activation: str = "gelu", **more: Any) -> transformers.PreTrainedModel:
     config = transformers.GPTNeoXConfig(
         num_hidden_layers=3, hidden_size=48, num_attention_heads=4, intermediate_size=192,
-        max_position_embeddings=32, vocab_size=97, hidden_act=activation, **SPECIAL, **ROTARY,
+        max_position_embeddings=32, vocab_size=97, hidden_act=activation, **SPECIAL, **ROTARY, **more,
     )  # fmt: skip
     return transformers.GPTNeoXForCausalLM(config)
 
@@ -54,6 +54,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "llama-tied": lambda: llama(tied=True),
     "llama-scaled": lambda: llama(rope_scaling=SCALING),
     "neox": neox,
+    "neox-scaled": lambda: neox(rope_scaling=SCALING),
     "neox-20b": lambda: neox("gelu_fast"),
 }
 

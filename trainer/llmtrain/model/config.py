@@ -35,7 +35,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
-                f"rope_scaling.low_freq_factor is {self.low_freq_factor}; it must be below high_freq_factor "
+                f"model.rope_scaling.low_freq_factor is {self.low_freq_factor}; it must be below high_freq_factor "
                 f"({self.high_freq_factor})"
             )
 
