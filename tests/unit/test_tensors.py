@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from llmtrain.model.config import Family, GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.init import initialize
+from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units, parameter_count
 from llmtrain.plan.pipeline.schedules import one_forward_one_backward
 from llmtrain.sharding.engine import Engine, ShardingSpec
@@ -110,6 +111,22 @@ def test_initialisation_does_not_depend_on_the_range(monkeypatch: pytest.MonkeyP
     other = torch.empty(unit.numel)
     initialize(unit, 0, unit.numel, 8, other)
     assert not torch.equal(whole, other)
+
+
+@pytest.mark.parametrize(
+    ("preset", "inner", "residual"),
+    [
+        ("gpt2-124m", 0.02, 0.02 / 24**0.5),
+        ("llama3.2-1b", 0.02, 0.02 / 32**0.5),
+        ("pythia-160m", 0.0228, 0.00601),
+        ("gpt-neox-20b", 0.00807, 0.000580),
+    ],
+)
+def test_initial_deviations(preset: str, inner: float, residual: float) -> None:
+    """neox: `small_init` and `wang_init` of the published configurations."""
+    for tensor in (tensor for unit in model_units(PRESETS[preset]) for tensor in unit.tensors if tensor.decay):
+        adds = tensor.name.endswith(("attention.out.weight", "mlp.down.weight"))
+        assert tensor.std == pytest.approx(residual if adds else inner, rel=1e-2)
 
 
 def test_parameters_are_views_of_the_flat_buffers() -> None:

@@ -157,15 +157,26 @@ def _norm(name: str, config: GPTConfig) -> list[TensorSpec]:
 
 
 def _embedding(config: GPTConfig) -> list[TensorSpec]:
-    tensors = [_matrix("tokens", (config.vocab, config.hidden), std=0.02)]
+    std, _ = _deviations(config)
+    tensors = [_matrix("tokens", (config.vocab, config.hidden), std)]
     if config.family == "gpt2":
-        tensors.append(_matrix("positions", (config.positions, config.hidden), std=0.02, split=False))
+        tensors.append(_matrix("positions", (config.positions, config.hidden), std, split=False))
     return tensors
 
 
+def _deviations(config: GPTConfig) -> tuple[float, float]:
+    """Return the initial standard deviation of matrices, and of those whose product a residual connection adds.
+
+    In gpt2 and llama the latter start smaller by the square root of their number (GPT-2, section 2.3); neox starts as
+    published (GPT-NeoX-20B, section 2.1.3).
+    """
+    if config.family == "neox":
+        return (2 / (5 * config.hidden)) ** 0.5, 2 / (config.layers * config.hidden**0.5)
+    return 0.02, 0.02 / (2 * config.layers) ** 0.5
+
+
 def _block(config: GPTConfig) -> list[TensorSpec]:
-    # Residual projections start smaller by the square root of their number (GPT-2, section 2.3).
-    std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
+    std, residual_std = _deviations(config)
     hidden, ffn = config.hidden, config.ffn
     widths = {"q": hidden, "k": config.kv_heads * config.head_dim, "v": config.kv_heads * config.head_dim}
     qkv = [_matrix(f"attention.{n}.weight", (w, hidden), std, "attention.qkv.weight") for n, w in widths.items()]
@@ -188,4 +199,4 @@ def _head(config: GPTConfig) -> list[TensorSpec]:
     norm = _norm("norm", config)
     if config.tie_embeddings:
         return norm
-    return [_matrix("weight", (config.vocab, config.hidden), std=0.02), *norm]
+    return [_matrix("weight", (config.vocab, config.hidden), _deviations(config)[0]), *norm]
