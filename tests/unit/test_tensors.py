@@ -129,6 +129,15 @@ def test_initial_deviations(preset: str, inner: float, residual: float) -> None:
         assert tensor.std == pytest.approx(residual if adds else inner, rel=1e-2)
 
 
+@pytest.mark.parametrize(("family", "dropped"), [("gpt2", True), ("neox", True), ("llama", False)])
+def test_dropout_after_the_embedding(family: Family, dropped: bool) -> None:
+    """GPT-2 and GPT-NeoX drop elements there. Llama was published without dropout."""
+    embedding = GPT(replace(tiny(family, tied=False), dropout=0.5), torch.device("cpu")).embedding
+    for name, parameter in embedding.named_parameters():
+        setattr(embedding, name, torch.nn.Parameter(torch.ones(parameter.shape)))
+    assert bool((embedding(torch.zeros(2, 8, dtype=torch.int64)) == 0).any()) == dropped
+
+
 def test_parameters_are_views_of_the_flat_buffers() -> None:
     config = tiny("llama", tied=True)
     model = GPT(config, torch.device("cpu"))

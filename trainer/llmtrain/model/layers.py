@@ -154,7 +154,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = empty_parameter(config.vocab, config.hidden)
         self.positions = empty_parameter(config.positions, config.hidden) if config.family == "gpt2" else None
-        self.dropout = nn.Dropout(config.dropout if config.family == "gpt2" else 0.0)
+        self.dropout = nn.Dropout(0.0 if config.family == "llama" else config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 `[batch, sequence]` to `[batch, sequence, hidden]`."""

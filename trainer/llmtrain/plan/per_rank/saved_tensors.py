@@ -75,8 +75,8 @@ class Sizes:
 
 
 def embedding_tensors(plan: Plan, sizes: Sizes) -> list[Saved]:
-    """Return what the embedding keeps: only the mask of gpt2's dropout."""
-    return _mask(plan, sizes, "dropout mask") if plan.model.family == "gpt2" else []
+    """Return what the embedding keeps: only the mask of dropout, which llama has none of here."""
+    return _mask(plan, sizes, "dropout mask") if plan.model.family != "llama" else []
 
 
 def block_tensors(plan: Plan, sizes: Sizes) -> list[Saved]:
