@@ -234,6 +234,23 @@ def test_the_start_refuses_another_model_itself(train: Train, folder: Path) -> N
     assert not (folder / "runs/tuned/metrics.jsonl").exists()
 
 
+def test_longer_sequences_with_other_frequencies(train: Train, folder: Path) -> None:
+    """A run with weights alone may have other frequencies of RoPE; one that continues may not."""
+    llama = ("model.family=llama", "train.steps=4")
+    scaled = "model.rope_scaling={factor: 4, original_positions: 16}"
+    longer = ("model.rope_theta=1e6", scaled, "data.sequence_length=32")
+    train("name=short", *llama, "model.positions=16")
+    tuned = train("name=long", *llama, f"checkpoint.weights={folder}/runs/short", *longer, SAVED)
+    assert [row["step"] for row in steps_of(tuned)] == [1, 2, 3, 4]
+    first = states(folder / "runs/long/checkpoints/step-00000000", "master")
+    given = states(folder / "runs/short/checkpoints/step-00000004", "master")
+    assert all(torch.equal(values, given[name]) for name, values in first.items())
+    with pytest.raises(BadInputError, match=r"model\.rope_theta is 1000000\.0 in the recipe but 10000\.0 in"):
+        train("name=next", *llama, f"checkpoint.resume={folder}/runs/short", *longer)
+    with pytest.raises(BadInputError, match=r"model\.hidden is 64 in the recipe but 32 in"):
+        train("name=wide", *llama, f"checkpoint.weights={folder}/runs/short", *longer, "model.hidden=64")
+
+
 def test_a_plan_says_that_the_weights_are_elsewhere(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,7 +87,7 @@ def check_origin(plan: Plan) -> None:
     for folder in _checkpoints_of_origin(saving, own):
         # The run skips a damaged checkpoint, and says so.
         with suppress(DamagedError):
-            check_model(folder, read_manifest(folder), plan.model)
+            check_model(folder, read_manifest(folder), plan.model, saving.origin.alone)
             return
 
 

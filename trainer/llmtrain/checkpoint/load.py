@@ -119,7 +119,8 @@ def _fill(
 ) -> dict[str, JsonValue]:
     with CheckpointReader(folder) as reader:
         if model is not None:
-            check_model(folder, reader.manifest, model)
+            weights_alone = all(shard.names == ("master",) for shard in shards)
+            check_model(folder, reader.manifest, model, weights_alone)
         for shard in shards:
             _check_fits(reader, shard)
         done, total = 0, sum(len(shard.names) * (shard.end - shard.start) for shard in shards)

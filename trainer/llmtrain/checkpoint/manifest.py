@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from llmtrain.checkpoint.checksums import Digest, sidecar
 from llmtrain.checkpoint.plain_file import DamagedError, open_plain, read_into
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.config import GPTConfig, may_differ
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.collection import without_collection
 from llmtrain.plan.memory.checkpoint_copies import BLOCK
@@ -116,11 +116,11 @@ def model_of(manifest: Manifest) -> GPTConfig:
     return config
 
 
-def check_model(folder: Path, manifest: Manifest, model: GPTConfig) -> None:
-    """Raise BadInputError unless `model` is that of the checkpoint in `folder`, except for dropout and the number of
-    positions, which must be equal where they are weights; DamagedError as `model_of` does."""
+def check_model(folder: Path, manifest: Manifest, model: GPTConfig, weights_alone: bool = False) -> None:
+    """Raise BadInputError unless `model` is that of the checkpoint in `folder`, except for keys that `may_differ`;
+    DamagedError as `model_of` does."""
     saved, wanted = asdict(model_of(manifest)), asdict(model)
-    free = {"dropout"} if model.family == "gpt2" else {"dropout", "positions"}
+    free = may_differ(model.family, weights_alone)
     for key in wanted:
         if key not in free and saved[key] != wanted[key]:
             raise BadInputError(

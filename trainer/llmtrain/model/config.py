@@ -152,3 +152,15 @@ class GPTConfig:
     def rotary_dim(self) -> int:
         """Channels of one head that RoPE rotates."""
         return int(self.head_dim * self.rotary_fraction)
+
+
+def may_differ(family: Family, weights_alone: bool) -> frozenset[str]:
+    """Return the keys of GPTConfig that may differ between a model and one whose states it takes.
+
+    weights_alone: it takes no optimizer states, and is trained further with other frequencies of RoPE, for longer
+    sequences: a higher theta (Code Llama, section 2.4), or scaled frequencies (Llama 3.1).
+    """
+    if family == "gpt2":
+        return frozenset({"dropout"})
+    longer = {"rope_theta", "rope_scaling"} if weights_alone else set()
+    return frozenset({"dropout", "positions", *longer})

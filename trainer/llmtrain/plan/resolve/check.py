@@ -14,7 +14,7 @@ from llmtrain_kernels.attention.choice import lack
 
 from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
-from llmtrain.model.config import GPTConfig
+from llmtrain.model.config import GPTConfig, may_differ
 from llmtrain.model.presets import PRESETS
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.plan.facts import Facts
@@ -276,9 +276,7 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
-    # Weights are trained further for longer sequences with a higher theta (Code Llama, section 2.4) or with scaled
-    # frequencies (Llama 3.1).
-    free = {"dropout"} if hf.family == "gpt2" else {"dropout", "positions", "rope_theta", "rope_scaling"}
+    free = may_differ(hf.family, weights_alone=True)
     for key in (entry.name for entry in fields(GPTConfig) if entry.name not in free):
         if getattr(model, key) != getattr(hf, key):
             raise BadInputError(
