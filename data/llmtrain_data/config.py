@@ -1,7 +1,7 @@
 """The recipe's `data` section."""
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
@@ -12,48 +12,85 @@ Shares = Annotated[
 ]
 
 
+Blend = str | list[str | Weight]
+"""The prefix of a prepared set, or `[weight, prefix, weight, prefix, ...]`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The training data.
 
     path: prefix of a prepared `.bin/.idx` pair, or a blend `[weight, prefix, weight, prefix, ...]`.
+    validation: prefix or blend whose documents validate, all of them; null takes the validation documents of `path`.
     tokenizer: folder of a Hugging Face tokenizer; `model.vocab: auto` takes its size.
     sequence_length: tokens per sample.
-    split: shares of the documents for training, validation and test.
+    split: shares of the documents of `path` for training, validation and test; null is 98, 1 and 1, and with
+    `validation` all train.
     accept_changed: allow resuming on other data than the checkpoint was trained on.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    path: str | list[str | Weight]
+    path: Blend
+    validation: Blend | None = None
     tokenizer: str | None = None
     sequence_length: SequenceLength = 1024
-    split: Shares = (98.0, 1.0, 1.0)
+    split: Shares | None = None
     accept_changed: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 <= min(self.split) <= max(self.split) <= MAX_WEIGHT and self.split[0] > 0):
+        shares = self.shares
+        if not (0 <= min(shares) <= max(shares) <= MAX_WEIGHT and shares[0] > 0):
             raise ValueError(
-                f"split is {list(self.split)}; expected shares from 0 to {MAX_WEIGHT:,}, and a training share above 0"
+                f"split is {list(shares)}; expected shares from 0 to {MAX_WEIGHT:,}, and a training share above 0"
             )
-        self.blend()
+        if self.validation is not None and shares[1] > 0:
+            raise ValueError(
+                f"split is {list(shares)} and validation is given; set the second share to 0, or leave one of them out"
+            )
+        self.sets()
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Shares of the documents of `path` for training, validation and test."""
+        if self.split is not None:
+            return self.split
+        return (98.0, 1.0, 1.0) if self.validation is None else (1.0, 0.0, 0.0)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return self.validation is not None or self.shares[1] > 0
+
+    def all_of(self, path: Blend) -> Self:
+        """Return the same for all documents of `path`, which are its training split."""
+        return replace(self, path=path, validation=None, split=(1.0, 0.0, 0.0))
 
     def blend(self) -> list[tuple[float, str]]:
-        """Return (weight, prefix) pairs; the weights sum to 1. Raises ValueError on a malformed blend."""
-        if isinstance(self.path, str):
-            return [(1.0, self.path)]
-        weights, prefixes = self.path[0::2], self.path[1::2]
-        well_formed = (
-            len(self.path) >= 2
-            and len(weights) == len(prefixes)
-            and all(isinstance(w, int | float) and 0 < w <= MAX_WEIGHT for w in weights)
-            and all(isinstance(p, str) for p in prefixes)
+        """Return (weight, prefix) pairs of `path`; the weights sum to 1."""
+        return _parts("path", self.path)
+
+    def sets(self) -> list[tuple[str, str]]:
+        """Return each prefix of `path` and `validation`, after its key. Raises ValueError on a malformed blend."""
+        given = [("path", self.path), ("validation", self.validation)]
+        return [(key, prefix) for key, blend in given if blend is not None for _, prefix in _parts(key, blend)]
+
+
+def _parts(key: str, blend: Blend) -> list[tuple[float, str]]:
+    if isinstance(blend, str):
+        return [(1.0, blend)]
+    weights, prefixes = blend[0::2], blend[1::2]
+    well_formed = (
+        len(blend) >= 2
+        and len(weights) == len(prefixes)
+        and all(isinstance(w, int | float) and 0 < w <= MAX_WEIGHT for w in weights)
+        and all(isinstance(p, str) for p in prefixes)
+    )
+    if not well_formed:
+        shown = str(blend) if len(str(blend)) <= 100 else f"a list of {len(blend)}"
+        raise ValueError(
+            f"{key} is {shown}; expected a blend [weight, prefix, weight, prefix, ...] with positive weights up to "
+            f"{MAX_WEIGHT:,}"
         )
-        if not well_formed:
-            shown = str(self.path) if len(str(self.path)) <= 100 else f"a list of {len(self.path)}"
-            raise ValueError(
-                f"path is {shown}; expected a blend [weight, prefix, weight, prefix, ...] with positive weights up to "
-                f"{MAX_WEIGHT:,}"
-            )
-        total = sum(float(w) for w in weights)
-        return [(float(w) / total, str(p)) for w, p in zip(weights, prefixes, strict=True)]
+    total = sum(float(w) for w in weights)
+    return [(float(w) / total, str(p)) for w, p in zip(weights, prefixes, strict=True)]

@@ -169,11 +169,14 @@ class Samples:
 
 
 def open_split(config: DataConfig, split: Split, vocab: int = MAX_IDS) -> Samples:
-    """Open one split of the data set, or blend of sets, that `config` names.
+    """Open one split of the data set, or blend of sets, that `config` names: of `validation`, if it is given, all
+    documents are the validation split.
 
     vocab: valid ids are 0 to vocab - 1. Raises DataError if a set is missing or damaged, or has too few tokens in the
     split for a single sample.
     """
+    if split == "valid" and config.validation is not None:
+        return open_split(config.all_of(config.validation), "train", vocab)
     allow_many_files()
     return Samples([_open_source(config, split, vocab, *entry) for entry in config.blend()], config.sequence_length)
 
@@ -195,7 +198,7 @@ def _open_source(config: DataConfig, split: Split, vocab: int, weight: float, pr
     data = IndexedData(prefix)
     if data.dtype.kind not in "iu":
         raise DataError(f"{prefix}.bin holds {data.dtype} values; expected token ids, which are integers")
-    bounds = split_bounds(data.documents, config.split)
+    bounds = split_bounds(data.documents, config.shares)
     number = SPLITS.index(split)
     first, last = bounds[number], bounds[number + 1]
     source = Source(

@@ -110,6 +110,22 @@ def test_another_set_is_evaluated_as_a_whole(
     assert part in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("split", [(), ("--split", "valid"), ("--split", "train")])
+def test_a_validation_set_of_its_own_is_evaluated_whole(
+    split: tuple[str, ...], folder: Path, read: list[tuple[str, int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = checkpoint(folder, path=str(folder / "a"), validation=str(folder / "held-out"), sequence_length=32)
+    found = evaluated(capsys, run, *split)
+    training = "train" in split
+    name, documents = ("a", 20) if training else ("held-out", 200)
+    assert {one for one, first, end in read if end - first == 33} == {name}
+    assert found["samples"] == (documents * TOKENS - 1) // 32
+    assert (found["split"], found["shares"]) == (("train", [1, 0, 0]) if training else ("valid", None))
+    assert main(["eval", run, *split]) == 0
+    assert ("of data.split 1/0/0" if training else f"all of {folder / 'held-out'}") in capsys.readouterr().out
+    assert evaluated(capsys, run, "--data", str(folder / "b"))["sets"] == [str(folder / "b")]
+
+
 def test_a_set_without_a_whole_sample_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = IndexedWriter(folder / "short", np.dtype(np.uint16))
     writer.add(np.arange(10), np.array([5, 5]))

@@ -15,7 +15,7 @@ def eval(
     split: Annotated[
         Literal["train", "valid", "test"] | None,
         typer.Option(
-            help="Part of the data, by the recipe's data.split.",
+            help="Part of the data, by the recipe's data.split and data.validation.",
             show_default="valid, or with --data all documents",
         ),
     ] = None,
@@ -45,7 +45,11 @@ def eval(
         say_json(result)
         return
     shares, sources = result["shares"], result.get("sources", [])
-    part = f", of data.split {'/'.join(f'{share:g}' for share in shares)}" if shares else f", all of {data}"
+    part = (
+        f", of data.split {'/'.join(f'{share:g}' for share in shares)}"
+        if shares
+        else f", all of {', '.join(result['sets'])}"
+    )
     say(
         f"{result['split']}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f} "
         f"(step {result['step']}, {result['samples']} samples of {result['sequence_length']} tokens{part}; "

@@ -106,15 +106,18 @@ def evaluate_on(
 ) -> dict[str, Any]:
     """Return loss (nats per token) and perplexity over `count` samples of a split, with facts about them.
 
-    split: None for all documents of `prefix`, or for the validation split of the recipe's data. prefix: a prepared set
-    in place of the recipe's. count: the first so many samples of the order; 0 for all, each once. Of all samples of a
-    blend, `sources` has the loss of each source, and the loss is their mean, weighted by the blend's weights. Raises
+    split: None for all documents of `prefix`, or for the validation documents of the recipe's data. prefix: a prepared
+    set in place of the recipe's. count: the first so many samples of the order; 0 for all, each once. Of all samples of
+    a blend, `sources` has the loss of each source, and the loss is their mean, weighted by the blend's weights. Raises
     BadInputError.
     """
     data = _data(trained, prefix)
     everything = prefix is not None and split is None
-    if everything:
-        data = replace(data, split=(1.0, 0.0, 0.0))
+    name = "all" if everything else split or "valid"
+    if name == "valid" and data.validation is not None:
+        everything, data = True, data.all_of(data.validation)
+    elif everything:
+        data = data.all_of(data.path)
     for _, path in data.blend():
         if not bin_path(path).exists() and (found := found_elsewhere(path, ".bin", _folders_of(trained))):
             raise BadInputError(f"there is no file {path}.bin; {found} with --data")
@@ -131,12 +134,13 @@ def evaluate_on(
     ]
     loss = sum(part.share * each for part, each in zip(parts, losses, strict=True))
     return {
-        "split": "all" if everything else split or "valid",
+        "split": name,
         "loss": loss,
         "perplexity": exp(loss),
         "step": trained.step,
         "samples": sum(part.count for part in parts),
-        "shares": None if everything else list(data.split),
+        "shares": None if everything else list(data.shares),
+        "sets": [path for _, path in data.blend()],
         "sequence_length": data.sequence_length,
         "unigram_entropy": samples.unigram_entropy(),
         **({"sources": list(map(_source, parts, losses))} if len(parts) > 1 else {}),
@@ -166,7 +170,7 @@ def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
                 f"{trained.folder} has a recipe that this version cannot read, {key}: {first['msg']}; evaluate the "
                 "checkpoint with the version that wrote it"
             ) from error
-        return data if prefix is None else replace(data, path=prefix)
+        return data if prefix is None else replace(data, path=prefix, validation=None)
     if prefix is None:
         raise BadInputError("this checkpoint was imported and names no data; name a prepared set with --data")
     return DataConfig(path=prefix, sequence_length=trained.model.config.positions)

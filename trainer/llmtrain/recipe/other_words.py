@@ -12,6 +12,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "gradient_accumulation_steps": "train.global_batch",
         "max_steps": "train.steps",
         "max_iters": "train.steps",
+        "valid_data_path": "data.validation",
         "eval_interval": "train.eval_every",
         "eval_steps": "train.eval_every",
         "eval_iters": "train.eval_batches",

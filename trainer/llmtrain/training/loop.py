@@ -122,8 +122,8 @@ def begun_otherwise(run: Run) -> list[str]:
 
 
 def warn_of_validation(run: Run) -> None:
-    """Warn if the validation split says little about the training data."""
-    if run.valid_data is not None and run.ranks.is_main:
+    """Warn if the validation split of the training data says little about it."""
+    if run.valid_data is not None and run.plan.data.validation is None and run.ranks.is_main:
         for sentence in validation_warnings(run.train_data, run.valid_data):
             run.log.warn(sentence)
 

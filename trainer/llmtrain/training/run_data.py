@@ -24,7 +24,7 @@ def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
     """Return the training and the validation split; None for the latter without evaluation. Raises DataError."""
     training = open_split(plan.data, "train", plan.model.vocab)
     training.check_ids()
-    evaluated = plan.training.eval_every and plan.data.split[1]
+    evaluated = plan.training.eval_every and plan.data.validates
     return training, open_split(plan.data, "valid", plan.model.vocab) if evaluated else None
 
 

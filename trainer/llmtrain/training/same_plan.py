@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import record_changes
 
 # Machines may have these in folders of their own.
-_PATHS = ("data.path", "data.tokenizer", "logging.dir", "model.hf", "offload.paths")
+_PATHS = ("data.path", "data.validation", "data.tokenizer", "logging.dir", "model.hf", "offload.paths")
 
 
 def check_same_plan(plan: Plan, ranks: Ranks) -> None:

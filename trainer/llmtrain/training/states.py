@@ -45,6 +45,8 @@ def start_states(run: Run) -> bool:
         progress = _load_origin(run, saving.origin)
     accepted, before = run.plan.data.accept_changed, progress if resumes else None
     run.fingerprints = check_data(run.train_data, before, accepted, run.ranks, run.log.warn)
+    if run.valid_data is not None and run.plan.data.validation is not None:
+        check_data(run.valid_data, None, accepted, run.ranks, run.log.warn)
     if progress is not None:
         restore_progress(run, progress)
     elif run.plan.import_from is not None:

@@ -87,14 +87,14 @@ def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
             expected = "that of a run or a checkpoint, or auto or never"
             _expect_folder("checkpoint.resume", recipe.checkpoint.resume, expected)
         _expect_folder("checkpoint.weights", recipe.checkpoint.weights, "that of a run or a checkpoint", others)
-    for _, prefix in recipe.data.blend():
+    for key, prefix in recipe.data.sets():
         for suffix in (".bin", ".idx"):
             if os.path.isfile(f"{prefix}{suffix}"):
                 continue
             if os.path.exists(f"{prefix}{suffix}"):
-                raise BadInputError(f"data.path is {prefix}, but {prefix}{suffix} is not a regular file")
+                raise BadInputError(f"data.{key} is {prefix}, but {prefix}{suffix} is not a regular file")
             advice = found_elsewhere(prefix, suffix, others) or prefix_advice(Path(prefix))
-            raise BadInputError(f"data.path is {prefix}, but there is no file {prefix}{suffix}; {advice}")
+            raise BadInputError(f"data.{key} is {prefix}, but there is no file {prefix}{suffix}; {advice}")
     _expect_writable(Path(recipe.logging.dir), recipe.name)
 
 
@@ -127,10 +127,10 @@ def check(plan: Plan, facts: Facts) -> None:
             f"data.sequence_length is {plan.batch.sequence_length}; expected at most model.positions "
             f"({model.positions}), lower the one or raise the other"
         )
-    if training.eval_every and not plan.data.split[1]:
+    if training.eval_every and not plan.data.validates:
         raise BadInputError(
             f"train.eval_every is {training.eval_every}, but data.split leaves nothing to validate on; give its "
-            "second number a share, or set train.eval_every=0"
+            "second number a share, name a set in data.validation, or set train.eval_every=0"
         )
     backends = {placement.backend for placement in plan.sharding.placements.values()}
     if "apex" in backends and not (facts.apex and facts.device == "cuda"):

@@ -85,14 +85,14 @@ def _check_prepared_with_tokenizer(recipe: Recipe) -> None:
     for prefix, recorded in known.items():
         if recorded != own:
             raise BadInputError(
-                f"{key} is {folder}, but the set {prefix} of data.path was prepared with another tokenizer; set "
+                f"{key} is {folder}, but the set {prefix} was prepared with another tokenizer; set "
                 f"data.tokenizer to the one that prepared it, or prepare its texts again with {folder}"
             )
 
 
 def _recorded(recipe: Recipe) -> Iterator[tuple[str, int]]:
     """Yield each set that records which tokenizer prepared it, with that tokenizer's identity."""
-    for _, prefix in recipe.data.blend():
+    for _, prefix in recipe.data.sets():
         # Opening the data reports damaged checksums.
         with suppress(DataError):
             checksums = read_checksums(prefix)
