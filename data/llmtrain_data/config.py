@@ -24,8 +24,8 @@ class DataConfig:
     validation: prefix or blend whose documents validate, all of them; null takes the validation documents of `path`.
     tokenizer: folder of a Hugging Face tokenizer; `model.vocab: auto` takes its size.
     sequence_length: tokens per sample.
-    split: shares of the documents of `path` for training, validation and test; null is 98, 1 and 1, and with
-    `validation` all train.
+    split: shares of the documents of `path` for training, validation and test; with `validation`, those of the second
+    share train too.
     accept_changed: allow resuming on other data than the checkpoint was trained on.
     """
 
@@ -35,27 +35,21 @@ class DataConfig:
     validation: Blend | None = None
     tokenizer: str | None = None
     sequence_length: SequenceLength = 1024
-    split: Shares | None = None
+    split: Shares = (98.0, 1.0, 1.0)
     accept_changed: bool = False
 
     def __post_init__(self) -> None:
-        shares = self.shares
-        if not (0 <= min(shares) <= max(shares) <= MAX_WEIGHT and shares[0] > 0):
+        if not (0 <= min(self.split) <= max(self.split) <= MAX_WEIGHT and self.split[0] > 0):
             raise ValueError(
-                f"split is {list(shares)}; expected shares from 0 to {MAX_WEIGHT:,}, and a training share above 0"
-            )
-        if self.validation is not None and shares[1] > 0:
-            raise ValueError(
-                f"split is {list(shares)} and validation is given; set the second share to 0, or leave one of them out"
+                f"split is {list(self.split)}; expected shares from 0 to {MAX_WEIGHT:,}, and a training share above 0"
             )
         self.sets()
 
     @property
     def shares(self) -> tuple[float, float, float]:
         """Shares of the documents of `path` for training, validation and test."""
-        if self.split is not None:
-            return self.split
-        return (98.0, 1.0, 1.0) if self.validation is None else (1.0, 0.0, 0.0)
+        train, valid, test = self.split
+        return self.split if self.validation is None else (train + valid, 0.0, test)
 
     @property
     def validates(self) -> bool:

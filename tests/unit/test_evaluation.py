@@ -117,12 +117,12 @@ def test_a_validation_set_of_its_own_is_evaluated_whole(
     run = checkpoint(folder, path=str(folder / "a"), validation=str(folder / "held-out"), sequence_length=32)
     found = evaluated(capsys, run, *split)
     training = "train" in split
-    name, documents = ("a", 20) if training else ("held-out", 200)
+    name, documents = ("a", 19) if training else ("held-out", 200)
     assert {one for one, first, end in read if end - first == 33} == {name}
     assert found["samples"] == (documents * TOKENS - 1) // 32
-    assert (found["split"], found["shares"]) == (("train", [1, 0, 0]) if training else ("valid", None))
+    assert (found["split"], found["shares"]) == (("train", [99, 0, 1]) if training else ("valid", None))
     assert main(["eval", run, *split]) == 0
-    assert ("of data.split 1/0/0" if training else f"all of {folder / 'held-out'}") in capsys.readouterr().out
+    assert ("of data.split 99/0/1" if training else f"all of {folder / 'held-out'}") in capsys.readouterr().out
     assert evaluated(capsys, run, "--data", str(folder / "b"))["sets"] == [str(folder / "b")]
 
 

@@ -38,7 +38,6 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: OptimizerBackend, pla
     """
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
-    record["data"].update(split=list(plan.data.shares))
     record["train"].update(microbatch=plan.batch.microbatch, attention=plan.training.attention)
     record["precision"]["compute"] = plan.compute
     record["parallel"]["data"] = zero.degrees.ranks
