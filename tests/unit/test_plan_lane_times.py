@@ -123,9 +123,10 @@ def test_a_simulated_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str])
     played = found["played"]
     assert (played["rank"], played["unplayed"]) == (0, None)
     assert played["moves"] == pytest.approx(by_hand(found, sizes, [0.0] * 4, [0.0] * 4), rel=0.01)
-    # Two sequences; products of 2 FLOPs for each element of a matrix, and attention's two.
+    # Two sequences; products of 2 FLOPs for each element of a matrix, and half of attention's two, as the mask
+    # hides the rest.
     matrices = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128
-    block = 2 * TOKENS * (2 * matrices + 4 * HIDDEN * TOKENS) / 1e9
+    block = 2 * TOKENS * (2 * matrices + 2 * HIDDEN * TOKENS) / 1e9
     forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 1e9]
     backward = [2 * seconds for seconds in forward]
     assert played["whole"] == pytest.approx(by_hand(found, sizes, forward, backward), rel=0.01)
@@ -148,7 +149,7 @@ def test_where_stepped_weights_are_gathered_a_unit_also_waits_for_the_next_one(
     found = shown(capsys, two, *keys, ranks=2)
     sizes = [one.numel for one in rank_buckets(made(two, *keys, ranks=2), 0)]
     assert len(sizes) == LAYERS + 2
-    block = 2 * TOKENS * (2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128) + 4 * HIDDEN * TOKENS) / 20e6
+    block = 2 * TOKENS * (2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128) + 2 * HIDDEN * TOKENS) / 20e6
     forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 20e6]
     backward = [2 * seconds for seconds in forward]
     expected, other = (by_hand(found, sizes, forward, backward, 2, count) for count in (together, 3 - together))
@@ -286,3 +287,16 @@ def test_neighbours_are_simulated_as_one() -> None:
     exact, rough = (simulate_steps(some, *given).seconds for some in (moves, few))
     assert rough == pytest.approx(exact, rel=0.1)
     assert merged(moves, 1000) == sorted(moves, key=lambda one: (one.unit, not one.spare))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 3), ("full", 4)])
+def test_the_least_time_counts_what_is_computed(
+    recompute: str, passes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention's kernels skip what the mask hides; recomputed blocks pass forward twice, the head once."""
+    found = shown(
+        capsys, KNOWN, f"activation_checkpointing={recompute}", "offload.optimizer=none", "offload.share=auto"
+    )
+    block = 2 * (4 * HIDDEN**2 + 3 * HIDDEN * 128) + 2 * HIDDEN * TOKENS
+    step = 2 * TOKENS * (passes * LAYERS * block + 3 * 2 * HIDDEN * VOCAB)
+    assert found["least_seconds"]["compute"] == pytest.approx(step / 1e9)

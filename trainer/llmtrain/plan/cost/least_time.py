@@ -7,8 +7,9 @@ from llmtrain.cluster.description import Accelerator
 from llmtrain.cluster.quantity import quantity
 from llmtrain.plan.cost.lane_times import CPU, LINK, LaneTime, busiest, volume_paths
 from llmtrain.plan.cost.optimizer_traffic import resident_step_bytes
-from llmtrain.plan.flops import datasheet_peak, flops_per_token
+from llmtrain.plan.flops import datasheet_peak
 from llmtrain.plan.per_rank.states import most_states
+from llmtrain.plan.pipeline.layer_split import stage_costs
 from llmtrain.plan.plan import Plan
 
 
@@ -16,7 +17,8 @@ from llmtrain.plan.plan import Plan
 class LeastTime:
     """Lower bounds of a step's parts, in seconds; None where the description states no speed.
 
-    compute: the matrix products of all microbatches, at the accelerator's peak. optimizer: reads and writes of AdamW
+    compute: the matrix products of all microbatches, with those that activation checkpointing repeats, at the
+    accelerator's peak; the mean of all ranks. optimizer: reads and writes of AdamW
     for the states that stay on the accelerator, at its memory bandwidth. host: reads and writes of AdamW for the states
     that the CPUs of a node step (all states on a CPU), at the bandwidth of the host's memory. volumes: the reads or the
     writes of one volume by all ranks of its node, whichever takes longest, at its bandwidth. link: the copies between a
@@ -35,14 +37,22 @@ def least_time(plan: Plan, found: Sequence[LaneTime]) -> LeastTime:
     accelerator = plan.cluster.accelerator if plan.cluster else None
     peak = None if accelerator is None else compute_peak(plan, accelerator)
     rate = None if accelerator is None else accelerator.bandwidth
-    flops = flops_per_token(plan.model, plan.batch.sequence_length) * plan.batch.tokens / plan.grid.world
     return LeastTime(
-        None if peak is None else flops / peak,
+        None if peak is None else _computed(plan) / plan.grid.world / peak,
         None if rate is None else resident_step_bytes(plan, most_states(plan)) / quantity(rate, "byte/s"),
         busiest(found, CPU),
         busiest(found, *volume_paths(plan)),
         busiest(found, LINK),
     )
+
+
+def _computed(plan: Plan) -> float:
+    """Return the FLOPs that all ranks compute in a step."""
+    costs = stage_costs(plan.model, plan.batch.sequence_length)
+    # A third of the FLOPs are in the forward pass.
+    again = costs.layer / 3 if plan.recomputes else 0.0
+    layers = plan.model.layers * (costs.layer + again)
+    return plan.batch.tokens * (costs.embedding + layers + costs.head)
 
 
 def step_threads(plan: Plan) -> int | None:

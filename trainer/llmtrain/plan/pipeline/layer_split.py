@@ -29,12 +29,15 @@ class StageCosts:
 
 
 def stage_costs(config: GPTConfig, sequence_length: int) -> StageCosts:
-    """Return the FLOPs per token of a model's parts, forward and backward. They sum to `flops_per_token`. An embedding
-    lookup has no multiplication, so it costs 0."""
+    """Return the FLOPs per token that a model's parts compute, forward and backward.
+
+    An embedding lookup has no multiplication, so it costs 0. Kernels of attention skip what the causal mask hides, so
+    that they compute half of the products that `flops_per_token` counts.
+    """
     block = model_units(config)[1]
     matrices = sum(tensor.numel for tensor in block.tensors if len(tensor.shape) == 2)
     return StageCosts(
-        layer=6.0 * matrices + 12.0 * config.hidden * sequence_length, head=6.0 * config.hidden * config.vocab
+        layer=6.0 * matrices + 6.0 * config.hidden * sequence_length, head=6.0 * config.hidden * config.vocab
     )
 
 
