@@ -52,7 +52,8 @@ def planned(
     node = {"ranks": 8, "host": {"memory": host}, "nvme": [{"path": "/scratch"}]}
     Path("cluster.json").write_text(json.dumps({"accelerator": {"memory": memory}, "node": node}))
     # auto would fill the memory, or offload no more than it must.
-    fixed = {"zero.resident": "0", "offload.share": "1"}
+    rest = keys.get("offload.parameters", "auto")
+    fixed = {"zero.resident": "0", "offload.share": "1", "offload.gradients": rest}
     words = [f"{key}={value}" for key, value in (fixed | keys).items()]
     code = main(["plan", "small.yaml", *words, "cluster=cluster.json", "--ranks", str(RANKS), "--json"])
     said = capsys.readouterr()

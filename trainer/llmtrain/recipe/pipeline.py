@@ -19,12 +19,12 @@ class PipelineConfig:
     breadth-first, in which all microbatches pass a stage before the rank's next one (Lamy-Poirier 2023). It works
     without a pipeline too: gathered or offloaded weights then come once for all microbatches. chunks: stages on each
     rank (auto: 2 with interleaved and zero-bubble-v, which need several; with breadth-first as many as a rank has
-    layers; else 1). split: layers of each
-    stage, in the order of the model; uniform: the same number in each; balanced: minimizes the time of the slowest
-    stage, embedding and head included; auto: balanced by the speeds of the stages' ranks, which the cluster file gives,
-    or the start measures (CPU ranks of one machine count as equally fast). alpha: how much more than its share a faster
-    stage gets (Holmes, equation 2). transport: torch (torch.distributed) or mpi carries activations between stages.
-    limit: microbatches in flight with message-driven; auto: the number of stages.
+    layers, and at most 4 where there are several ranks; else 1). split: layers of each stage, in the order of the
+    model; uniform: the same number in each; balanced: minimizes the time of the slowest stage, embedding and head
+    included; auto: balanced by the speeds of the stages' ranks, which the cluster file gives, or the start measures
+    (CPU ranks of one machine count as equally fast). alpha: how much more than its share a faster stage gets (Holmes,
+    equation 2). transport: torch (torch.distributed) or mpi carries activations between stages. limit: microbatches in
+    flight with message-driven; auto: the number of stages.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -42,7 +42,7 @@ def with_batch_that_fits(recipe: Recipe, facts: Facts, plan_of: Callable[[Recipe
         return recipe
     sizes = _sizes(recipe, facts) if given == "auto" else [given]
     ways = ("none", "auto", "full") if recomputes else (recipe.activation_checkpointing,)
-    least = _with_least(recipe)
+    least = with_least(recipe)
 
     fitting = list[int]()
     for way in ways:
@@ -75,7 +75,7 @@ def _sizes(recipe: Recipe, facts: Facts) -> list[int]:
     return microbatches(share, grid.degree(Axis.PIPELINE), MOST if facts.device == "cpu" else share)
 
 
-def _with_least(recipe: Recipe) -> Recipe:
+def with_least(recipe: Recipe) -> Recipe:
     """Return the recipe with the least memory for gathered weights and resident optimizer states, where they are
     auto."""
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)

@@ -1,10 +1,13 @@
 """What `auto` of `offload.share` and of `offload.spare` stands for: the least part of the optimizer states with which a
-plan fits if it leaves, and the most of that part that the host has spare memory for. No torch in here."""
+plan fits if it leaves, or all of them where gathered weights use the memory better, and the most of that part that the
+host has spare memory for. No torch in here."""
 
 from bisect import bisect_left
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
+from llmtrain.plan.cost.lane_times import CPU, DEVICE, lane_times
+from llmtrain.plan.cost.volume_traffic import moved_of
 from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
 from llmtrain.plan.per_rank.roles import roles
@@ -34,6 +37,22 @@ def least_share(plan: Plan) -> float:
         return not memory_budget(other, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS
+
+
+def shortest_lanes(*plans: Plan) -> Plan:
+    """Return the plan, of some of one run, whose busiest lane takes the least time, or moves the least bytes where a
+    rate is not known."""
+    lanes = {}
+    for number, plan in enumerate(plans):
+        programs = programs_of(plan)
+        lanes[number] = lane_times(plan, programs, moved_of(plan, programs))
+    known = all(lane.rate is not None for found in lanes.values() for lane in found)
+
+    def longest(number: int) -> float:
+        moved = [lane for lane in lanes[number] if known or lane.name not in (CPU, DEVICE)]
+        return max(lane.nbytes / (lane.rate or 1.0) if known else lane.nbytes for lane in moved)
+
+    return plans[min(lanes, key=longest)]
 
 
 def most_spare(plan: Plan) -> float:

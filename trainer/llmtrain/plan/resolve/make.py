@@ -8,6 +8,7 @@ from typing import Literal
 
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, levels_of
+from llmtrain.cluster.memory import stated_memory
 from llmtrain.cluster.tiers import Tier, axis_tiers
 from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
@@ -18,6 +19,7 @@ from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.checkpointing import checkpointing
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.offload import Offload, offloaded_placement
 from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.per_rank.roles import roles_of
@@ -30,9 +32,9 @@ from llmtrain.plan.placement import OptimizerBackend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
-from llmtrain.plan.resolve.auto_batch import MOST, microbatches, with_batch_that_fits
+from llmtrain.plan.resolve.auto_batch import MOST, microbatches, with_batch_that_fits, with_least
 from llmtrain.plan.resolve.auto_resident import Filling
-from llmtrain.plan.resolve.auto_share import least_share, most_spare
+from llmtrain.plan.resolve.auto_share import least_share, most_spare, shortest_lanes
 from llmtrain.plan.resolve.kernels import kernels_of
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.plan.resolve.tensor_check import tensor_problems
@@ -48,7 +50,21 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     ranks.
     """
     recipe = with_batch_that_fits(recipe, facts, partial(_plan, facts=facts))
-    return with_most_staying(_with_spare(recipe, facts))
+    return with_most_staying(_with_gradients(recipe, facts))
+
+
+def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:
+    """Return the plan of a recipe. Sums of gradients stay on the device where the recipe leaves that open, they fit
+    the stated memory, and less moves."""
+    plan, given = _with_spare(recipe, facts), recipe.offload
+    if given.gradients != "auto" or offload_of(recipe).gradients == "none" or stated_memory(facts.cluster) is None:
+        return plan
+    staying = replace(recipe, offload=replace(given, gradients="none"))
+    if surely_exceeds(_plan(with_least(staying), facts)):
+        return plan
+    plans = [plan, _with_spare(staying, facts)]
+    lacking = [budget.excess + budget.host_excess for budget in map(memory_budget, plans)]
+    return shortest_lanes(*(one for one, lacks in zip(plans, lacking, strict=True) if lacks == min(lacking)))
 
 
 def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
@@ -68,7 +84,15 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     # The memory that is left goes to gathered weights after that.
     zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
     all_leave = _plan(replace(recipe, zero=zero, offload=replace(given, share=1.0)), facts)
-    return _plan(replace(recipe, offload=replace(given, share=least_share(all_leave))), facts)
+    share = least_share(all_leave)
+    least = _plan(replace(recipe, offload=replace(given, share=share)), facts)
+    if given.parameters == "none" or recipe.zero.resident != "auto" or share == 1.0:
+        return least
+    # Offloaded weights come back for each microbatch, so memory may serve them better than optimizer states.
+    filled = _plan(replace(recipe, offload=replace(given, share=1.0)), facts)
+    zero = replace(recipe.zero, resident=filled.sharding.resident)
+    first = _plan(replace(recipe, zero=zero, offload=replace(given, share=least_share(filled))), facts)
+    return shortest_lanes(least, first)
 
 
 def _plan(recipe: Recipe, facts: Facts) -> Plan:
@@ -168,7 +192,7 @@ def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, fact
     name = given.schedule if followed else "1f1b"
     chunks = given.chunks
     if chunks == "auto" or not followed:
-        chunks = _chunks(name, max(1, model.layers // ranks))
+        chunks = _chunks(name, ranks, max(1, model.layers // ranks))
     if problem := schedule_problems(name, ranks, chunks, batch.microbatches):
         raise BadInputError(problem)
     if name == "message-driven":
@@ -187,11 +211,12 @@ def _pipeline(recipe: Recipe, model: GPTConfig, batch: Batch, grid: Layout, fact
     )
 
 
-def _chunks(name: ScheduleName, layers: int) -> int:
+def _chunks(name: ScheduleName, ranks: int, layers: int) -> int:
     """Return the stages of each rank if the recipe leaves them open. layers: of each rank."""
     match name:
         case "breadth-first":
-            return layers
+            # Each border between ranks has two communicators, whose buffers take more than the layers of large models.
+            return layers if ranks == 1 else min(layers, 4)
         case "interleaved" | "zero-bubble-v":
             return 2
         case _:

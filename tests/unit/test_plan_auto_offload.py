@@ -1,0 +1,72 @@
+"""What `offload.share: auto` and `offload.gradients: auto` become where the weights rest outside of the GPU."""
+
+from pathlib import Path
+
+import pytest
+from llmtrain.plan.cost.lane_times import CPU, DEVICE, lane_times
+from llmtrain.plan.cost.volume_traffic import moved_of
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain.yaml.dump import to_yaml
+
+RECIPE = """
+model: {family: llama, layers: 8, hidden: 1024, heads: 8, ffn: 4096, vocab: 1024}
+data: {path: set, sequence_length: 512}
+train: {global_batch: 16, microbatch: 1}
+precision: {compute: bf16}
+activation_checkpointing: full
+offload: {optimizer: host, parameters: host}
+cluster: {accelerator: {memory: 80GB, host_link: 25GB/s}, node: {ranks: 1, host: {memory: 100GB, bandwidth: 100GB/s}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+
+
+def made(*keys: str) -> Plan:
+    return make_plan(*described_run("recipe.yaml", keys, 1))
+
+
+def busiest(plan: Plan) -> int:
+    programs = programs_of(plan)
+    lanes = lane_times(plan, programs, moved_of(plan, programs))
+    return max(lane.nbytes for lane in lanes if lane.name not in (CPU, DEVICE))
+
+
+@pytest.mark.parametrize("rate", ["cluster.accelerator.host_link=25GB/s", "cluster.accelerator.host_link=null"])
+@pytest.mark.parametrize("memory", ["1.6GB", "2.3GB"])
+def test_memory_serves_what_moves_most(memory: str, rate: str) -> None:
+    """Gradients and weights move for each microbatch, states once a step."""
+    stated = (f"cluster.accelerator.memory={memory}", rate)
+    plan = made(*stated)
+    assert memory_budget(plan).excess == 0
+    others = [
+        made(*stated, "offload.gradients=host"),
+        made(*stated, "offload.gradients=host", "offload.share=1"),
+        made(*stated, "offload.share=1", "zero.resident=0", "offload.gradients=host"),
+    ]
+    assert busiest(plan) <= min(map(busiest, others))
+    assert busiest(plan) < 0.5 * busiest(others[-1])
+
+
+def test_sums_of_gradients_stay_where_they_fit() -> None:
+    def on(memory: str) -> str:
+        record = made(f"cluster.accelerator.memory={memory}").record
+        return str(record["offload"]["gradients"])
+
+    assert (on("1.2GB"), on("3GB")) == ("host", "none")
+
+
+def test_a_record_makes_the_same_plan() -> None:
+    plan = made("cluster.accelerator.memory=2.6GB")
+    Path("again.yaml").write_text(to_yaml(plan.record))
+    recipe = load_recipe("again.yaml", [])
+    assert recipe.offload.gradients == "none"
+    assert make_plan(*described_run("again.yaml", [], 1)) == plan
