@@ -90,6 +90,27 @@ def test_purposes(keys: tuple[str, ...], purposes: set[str]) -> None:
     assert purposes <= set(PURPOSES)
 
 
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [
+        ((), 10 / 8),
+        (("activation_checkpointing=full",), 13 / 10),
+        (("activation_checkpointing.every=4",), 13.75 / 11.5),
+        (("parallel.pipeline=2", "pipeline.schedule=zero-bubble"), 12 / 8),
+    ],
+)
+def test_what_sequence_parallelism_sends_more(keys: tuple[str, ...], more: float) -> None:
+    """In units of an activation that ranks gather or reduce, for each block; a sum over the ranks is two."""
+
+    def of_blocks(sequence: str) -> int:
+        """Return a rank's bytes of eight blocks: without the embedding and the loss."""
+        grid = ("parallel.tensor=2", f"parallel.sequence={sequence}")
+        few, many = (sent(4, *keys, *grid, f"model.layers={layers}")[0]["all"]["tensor"] for layers in (8, 16))
+        return many - few
+
+    assert of_blocks("true") == more * of_blocks("false")
+
+
 def test_shown(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("parallel.pipeline=2", "zero.stage=3", "--ranks", "8")
     assert main(["plan", "small.yaml", *keys, "--json"]) == 0
