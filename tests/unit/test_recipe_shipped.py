@@ -1,6 +1,9 @@
 """The hardware and work in the comments of shipped recipes, against the values that the recipes resolve to."""
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -60,6 +63,41 @@ def test_a_recipe_needs_what_its_comment_says(name: str) -> None:
 def test_a_recipe_without_released_weights_has_a_rate_for_training_from_scratch(name: str) -> None:
     recipe = load_recipe(name, ["data.path=corpus"])
     assert recipe.model.hf is not None or recipe.optimizer.lr > 9e-5
+
+
+# config.json of Llama 3.1 8B and of Llama 3.2 1B, without what the program does not read.
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+RELEASED_8B = {
+    "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14_336, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rope_scaling": SCALING,
+}  # fmt: skip
+RELEASED_1B = RELEASED_8B | {
+    "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64,
+    "tie_word_embeddings": True, "rope_scaling": SCALING | {"factor": 32.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("llama-1b", RELEASED_1B), ("llama-8b", RELEASED_8B), ("offload-llama-8b", RELEASED_8B)]
+)
+def test_a_recipe_starts_from_released_weights_as_its_comment_says(
+    name: str, config: dict[str, object], tmp_path: Path
+) -> None:
+    """They have the sizes of the recipe's preset, so that its other numbers stay true."""
+    Path(tmp_path, "config.json").write_text(json.dumps(config))
+    found, comment = needs(name)
+    keys = re.search(r"To start from released Llama [^#]*, add (model\.preset=null model\.hf=)FOLDER (\S+)", comment)
+    assert keys, comment
+    ranks, data = int(found[1]), ["data.path=corpus", "data.tokenizer=null"]
+    own, released = (
+        view_recipe(name, [*data, *words.split()], ranks) for words in ("", f"{keys[1]}{tmp_path} {keys[2]}")
+    )
+    assert released.problem is None
+    assert replace(released.plan.model, positions=own.plan.model.positions, rope_scaling=None) == own.plan.model
 
 
 @pytest.mark.parametrize("name", shipped_names())
