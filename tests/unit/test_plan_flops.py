@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from llmtrain.cli.main import main
 from llmtrain.cluster.description import Accelerator, Cluster, Node
 from llmtrain.comm.device import device_name
 from llmtrain.model.config import GPTConfig, ModelConfig
@@ -125,6 +126,26 @@ def test_a_described_card_without_bf16_is_planned_in_fp16() -> None:
     view = view_recipe("gpt2-124m", ["data.path=set", described], 8)
     assert (view.plan.compute, view.plan.kernels.attention) == ("fp16", "efficient")
     assert "precision.compute: auto -> fp16" in view.auto
+    assert not [sentence for sentence in view.advice if "bf16" in sentence]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "compute"),
+    [
+        ("{name: V100-32GB}", "unknown: V100-32GB does not compute in bf16; set precision.compute=fp16"),
+        ("{peak: {fp16: 1TFLOP/s}}", "unknown: give cluster.accelerator.name or cluster.accelerator.peak.bf16"),
+        ("{name: A100-40GB}", "at least "),
+    ],
+)
+def test_bf16_on_a_card_without_it_gets_advice(
+    accelerator: str, compute: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = f"cluster={{accelerator: {accelerator}, node: {{ranks: 8}}}}"
+    assert main(["plan", "gpt2-124m", "data.path=set", "precision.compute=bf16", described]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"compute {compute}" in said
+    advice = "precision.compute is bf16, but V100-32GB does not compute in bf16, and torch emulates it slowly; set it"
+    assert (advice in said) is ("V100" in accelerator)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,9 @@ def test_unknown_rates_name_the_command_and_no_time(capsys: pytest.CaptureFixtur
     compute = " ".join(next(line for line in said.splitlines() if line.startswith("compute")).split())
     assert compute == "compute unknown: give cluster.accelerator.name or cluster.accelerator.peak.bf16"
     assert "`llmtrain bench memory --paths /fast" in said
+    # That datasheet has no bf16.
+    old = shown(capsys, UNKNOWN | {"accelerator": {"name": "V100-32GB"}}, "precision.compute=bf16")
+    assert old["unknown_rates"] == [measured]
 
 
 def test_the_command_keeps_what_a_shipped_description_has() -> None:

@@ -83,3 +83,12 @@ def computes_bf16(accelerator: Accelerator | None) -> bool:
     if name is not None and datasheet_peak(name, "fp16") is not None:
         return datasheet_peak(name, "bf16") is not None
     return "fp16" not in accelerator.peak or "bf16" in accelerator.peak
+
+
+def lack_of_bf16(compute: str, accelerator: Accelerator | None) -> str | None:
+    """Return the start of a sentence that a plan computes in bf16 on a card that has none by its datasheet; else
+    None."""
+    name = accelerator.name if accelerator else None
+    if compute != "bf16" or name is None or datasheet_peak(name, "fp16") is None or datasheet_peak(name, "bf16"):
+        return None
+    return f"{name} does not compute in bf16"

@@ -18,6 +18,7 @@ from llmtrain.model.config import GPTConfig, may_differ
 from llmtrain.model.presets import PRESETS
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.flops import lack_of_bf16
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
 from llmtrain.plan.pipeline.schedules import schedule_warning
@@ -157,6 +158,7 @@ def advice(recipe: Recipe, plan: Plan) -> list[str]:
         found += [] if warning is None else [warning]
     found += _breadth_first(plan)
     found += _absolute_min_lr(plan)
+    found += _emulated(plan)
     return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
 
 
@@ -168,6 +170,12 @@ def _absolute_min_lr(plan: Plan) -> Iterator[str]:
             f"optimizer.min_lr is {share:g}, a share of optimizer.lr, so that the learning rate ends at "
             f"{share * lr:.3g}; to end at {share:g}, set it to {share / lr:.3g}"
         )
+
+
+def _emulated(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about a dtype that the described card does not have."""
+    if plan.device == "cuda" and plan.cluster and (lack := lack_of_bf16(plan.compute, plan.cluster.accelerator)):
+        yield f"precision.compute is bf16, but {lack}, and torch emulates it slowly; set it to fp16"
 
 
 def _breadth_first(plan: Plan) -> Iterator[str]:

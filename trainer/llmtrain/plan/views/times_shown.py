@@ -10,6 +10,7 @@ from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, volume_paths
 from llmtrain.plan.cost.least_time import LeastTime, compute_peak
 from llmtrain.plan.cost.save_hold import SaveHold
 from llmtrain.plan.cost.simulated_step import SimulatedStep
+from llmtrain.plan.flops import lack_of_bf16
 from llmtrain.plan.plan import Plan
 
 LANE_COLUMNS = ("lane of a step", "way", "ranks", "bytes", "rate", "least time")
@@ -28,8 +29,11 @@ def lane_rows(found: Sequence[LaneTime], threads: int | None) -> Iterator[Sequen
 
 def least_rows(least: LeastTime, plan: Plan, host: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, words) for each lower bound of a step's time. host: with that of a step by the host's processors."""
-    if least.compute is None and plan.cluster is not None and plan.cluster.accelerator is not None:
-        yield "compute", f"unknown: give cluster.accelerator.name or cluster.accelerator.peak.{plan.compute}"
+    accelerator = plan.cluster.accelerator if plan.cluster else None
+    if least.compute is None and accelerator is not None:
+        lack = lack_of_bf16(plan.compute, accelerator)
+        missing = f"give cluster.accelerator.name or cluster.accelerator.peak.{plan.compute}"
+        yield "compute", f"unknown: {missing if lack is None else f'{lack}; set precision.compute=fp16'}"
     known = (
         ("compute", least.compute, "at the accelerator's peak"),
         ("optimizer", least.optimizer, "at the bandwidth of the accelerator's memory"),
@@ -89,7 +93,8 @@ def unknown_rates(plan: Plan, found: Sequence[LaneTime], simulated: SimulatedSte
     stated = dict.fromkeys(lane.key for lane in unknown if lane.name == DEVICE)
     accelerator = plan.cluster.accelerator if plan.cluster else None
     if simulated is not None and accelerator is not None and compute_peak(plan, accelerator) is None:
-        stated[f"accelerator.peak.{plan.compute}"] = None
+        # No datasheet has a peak in a dtype in which the card does not compute.
+        stated |= {} if lack_of_bf16(plan.compute, accelerator) else {f"accelerator.peak.{plan.compute}": None}
     sentences = list[str]()
     if measured:
         folders = "".join(f"--paths {shlex.quote(path)} " for path in paths)
