@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from llmtrain.cli.main import main
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
@@ -98,6 +99,17 @@ def test_the_cpu_kernel_is_refused_on_a_gpu() -> None:
 def test_the_triton_kernel_is_refused_without_a_gpu_or_triton(facts: Facts) -> None:
     with pytest.raises(BadInputError, match=r"optimizer\.backend is triton, which needs Triton and a GPU"):
         check(make_plan(recipe("optimizer.backend=triton"), facts), facts)
+
+
+def test_apex_is_refused_where_it_is_absent_and_assumed_on_described_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    given, gpu = recipe("optimizer.backend=apex"), Facts(world=2, device="cuda")
+    with pytest.raises(BadInputError, match=r"optimizer\.backend is apex, which needs NVIDIA's apex and a GPU"):
+        check(make_plan(given, gpu), gpu)
+    command = ["plan", "recipe.yaml", "optimizer.backend=apex"]
+    assert main([*command, "cluster={accelerator: {memory: 80GB}, node: {ranks: 2}}"]) == 0
+    assert "this plan assumes that NVIDIA's apex is installed where it runs" in capsys.readouterr().out
+    assert main(command) == 2
+    assert "which needs NVIDIA's apex and a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
         # The plan is for the described accelerator, whatever this machine has.
         device="cuda" if accelerator is not None else "cpu",
         ranks_per_node=None if cluster is None else cluster.node.ranks,
+        # As Triton is by default: what this Python has installed does not matter.
+        apex=True,
         cluster=cluster,
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
         hf=None if folder is None else read_hf_config(Path(folder)),
@@ -50,6 +52,8 @@ def assumed(recipe: Recipe, facts: Facts, plan: Plan) -> Iterator[str]:
             f"data.tokenizer is {recipe.data.tokenizer}, which is not here, so this plan has the {plan.model.vocab} "
             "ids of model.preset; set model.vocab to the tokenizer's size"
         )
+    if recipe.optimizer.backend == "apex":
+        yield "optimizer.backend is apex, so this plan assumes that NVIDIA's apex is installed where it runs"
     origin = plan.checkpoint.origin
     if origin is not None and not origin.folder.is_dir() and not has_begun(recipe):
         yield f"{origin.key} is {origin.folder}, which is not here, so this plan does not say whether its model fits"
