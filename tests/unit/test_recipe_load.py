@@ -1,9 +1,10 @@
 """Reading recipes: which source overrides which, and that recipes contain only their own text."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import NoneType
 from typing import ClassVar, Literal, get_args, get_type_hints
 
 import pytest
@@ -13,14 +14,15 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.model.presets import PRESETS
+from llmtrain.plan.resolve.check import check_given
 from llmtrain.recipe.document import recipe_schema
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
-from llmtrain.recipe.other_words import COMMANDS, KEYS, OPTIONS, SECTIONS, VALUES
+from llmtrain.recipe.other_words import COMMANDS, KEYS, OPTIONS, SECTIONS, UNSUPPORTED, VALUES, unsupported
 from llmtrain.recipe.schema import EveryK
 from llmtrain.yaml.dump import to_yaml
-from llmtrain.yaml.expected import choices
+from llmtrain.yaml.expected import choices, options
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 from llmtrain.yaml.strict_file import StrictFile
 from llmtrain.yaml.yaml11 import WORDS
@@ -128,23 +130,116 @@ def test_shipped_recipes_are_short_and_load(name: str) -> None:
         ("sequence_length", "data.sequence_length"),
         ("data.sequence", "data.sequence_length"),
         ("train.step", "train.steps"),
+        ("train.hiden", "model.hidden"),
+        ("cluster.nodes[0].rank", "cluster.node.ranks"),
+        ("parallel.tp", "parallel.tensor"),
+        ("PARALLEL.Tensor", "parallel.tensor"),
+        ("train.micro-batch-size", "train.microbatch"),
+        ("zero_optimization.stage", "zero.stage"),
+        ("fp16.loss_scale", "precision.loss_scale"),
+        ("fp16.enabled", "precision.compute"),
+        ("zero.offload_optimizer.device", "offload.optimizer"),
+        ("data_parallel_replicate_degree", "parallel.data or zero.partition.weights"),
     ],
 )
 def test_nearest_key(key: str, nearest: str) -> None:
-    assert unknown_key(key).endswith(f"did you mean {nearest}?")
+    assert unknown_key(key).endswith(f"; did you mean {nearest}?")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["parallel.xp", "parallel.dat", "model.mod", "model.mode", "parallel.model", "parallel.ranking", "zero.level"],
+)
+def test_no_guess_from_few_letters_nor_of_what_is_far_off_nor_of_a_section(key: str) -> None:
+    section = key.partition(".")[0]
+    assert f"; {section} has the keys " in unknown_key(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("optimzer", "optimizer"), ("activation_checkpoint", "activation_checkpointing"), ("lr", None)]
+)
+def test_a_section_is_near_what_has_keys_of_its_own(key: str, near: str | None) -> None:
+    advice = f"did you mean {near}?" if near else "`llmtrain recipes schema` lists the keys"
+    for given in ([f"{key}={{a: 1}}"], []):
+        Path("recipe.yaml").write_text(BASE + ("" if given else f"{key}: {{a: 1}}\n"))
+        with pytest.raises(BadInputError) as caught:
+            load_recipe("recipe.yaml", given)
+        assert str(caught.value) == f"{key} is not a recipe key; {advice}"
 
 
 def test_other_programs_words_lead_to_keys_that_are_there() -> None:
     known = recipe_keys()
-    targets = {key for keys in KEYS.values() for key in keys.split(" or ")} | set(SECTIONS) | set(SECTIONS.values())
+    sections = {key for key, hint in known.items() if all(map(is_dataclass, {*options(hint)} - {NoneType}))}
+    targets = {key for keys in KEYS.values() for key in keys.split(" or ")} | set(SECTIONS.values())
     targets |= {key for key, _ in VALUES if not key.startswith("--")}
-    assert targets <= set(known)
-    # A word that is a key in some section must keep its own advice.
-    assert not KEYS.keys() & {key.rpartition(".")[2] for key in known}
+    assert targets <= set(known) - sections
+    assert set(SECTIONS) <= sections
     assert {value for (key, _), value in VALUES.items() if key == "model.preset"} <= set(PRESETS)
     for (key, _), value in VALUES.items():
         if key not in ("model.preset", "--split"):
             assert value in choices(known[key])
+
+
+def test_other_programs_words_are_in_one_table() -> None:
+    known = recipe_keys()
+    accepted = {(key, word) for key, hint in known.items() for word in choices(hint)}
+    accepted |= {("model.preset", preset) for preset in PRESETS}
+    # A word that is a key in some section, or that a key accepts, must keep its own advice.
+    assert not KEYS.keys() & {key.rpartition(".")[2] for key in known}
+    assert not VALUES.keys() & accepted
+    words = [*KEYS, *known, *(value for _, value in [*VALUES, *accepted])]
+    assert [word for word in words if unsupported(word)] == []
+    # As they are looked for.
+    assert all(word == word.lower().replace("-", "_") for word in KEYS)
+    assert all(value == value.lower() for _, value in VALUES)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("parallel.ep moe moe_router.topk model.num_experts expert-model-parallel-size parallel.expert", "mixtures"),
+        ("parallel.cp parallel.context context_parallel_size context_parallel_degree", "context parallelism"),
+        ("fsdp zero.fsdp_config.reshard", "the names of FSDP"),
+        ("activation_checkpointing.selective_ac_option", "recomputing a part"),
+        ("fp8_format", "computing in fp8"),
+    ],
+)
+def test_features_that_are_not_supported(words: str, why: str) -> None:
+    for key in words.split():
+        assert f"{key} is not a recipe key; {why}" in unknown_key(key)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("zero.preset=fsdp", "expected one of mics, zero++, topo; the names of FSDP are not supported"),
+        ("zero.stage=FULL_SHARD", "expected one of 0, 1, 2, 3; the names of FSDP are not supported"),
+        ("activation_checkpointing=selective", "recomputing a part of a block is not supported"),
+        ("precision.compute=fp8", "computing in fp8 is not supported"),
+        ("model.family=mixtral", "mixtures of experts (MoE) are not supported"),
+        ("offload.optimizer=cpu", "did you mean host?"),
+        ("pipeline.schedule=ZB-H1", "did you mean zero-bubble?"),
+        ("pipeline.schedule=1F1B", "did you mean 1f1b?"),
+    ],
+)
+def test_values_of_other_programs(override: str, said: str) -> None:
+    with pytest.raises(BadInputError, match=rf"; {re.escape(said)}"):
+        load_recipe("folder/base.yaml", [override])
+
+
+def test_a_preset_with_experts_is_not_supported() -> None:
+    with pytest.raises(BadInputError, match=r"is no preset; mixtures of experts \(MoE\) are not supported"):
+        check_given(load_recipe("folder/base.yaml", ["model.preset=Mixtral-8x7B"]))
+
+
+@pytest.mark.parametrize("why", UNSUPPORTED.values())
+def test_what_is_nearest_is_there(why: str) -> None:
+    assert re.fullmatch(r"[^.;]+ (?:is|are) not supported; the nearest .*[^.]", why)
+    overrides = [word.rstrip(",") for word in why.split() if "=" in word]
+    load_recipe("folder/base.yaml", overrides)
+    keys = {word.rstrip(",") for word in why.split() if "." in word and "=" not in word}
+    assert keys <= set(recipe_keys())
+    assert overrides or keys
 
 
 def test_other_programs_commands_lead_to_commands_and_options_that_are_there() -> None:
@@ -158,8 +253,8 @@ def test_other_programs_commands_lead_to_commands_and_options_that_are_there() -
 
 
 def test_what_is_like_no_key_gets_the_list() -> None:
-    assert unknown_key("parallel.expert").endswith("; parallel has the keys tensor, pipeline, data, sequence, order")
-    assert unknown_key("expert").endswith("; `llmtrain recipes schema` lists the keys")
+    assert unknown_key("parallel.width").endswith("; parallel has the keys tensor, pipeline, data, sequence, order")
+    assert unknown_key("width").endswith("; `llmtrain recipes schema` lists the keys")
 
 
 def test_every_key_of_the_schema_is_known() -> None:

@@ -1,14 +1,14 @@
 """An error of pydantic about a recipe, as one sentence."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from llmtrain.recipe.keys import keys_in, nearest_key, recipe_keys, required_key, type_of
-from llmtrain.recipe.other_words import KEYS, SECTIONS, VALUES
+from llmtrain.recipe.other_words import KEYS, SECTIONS, VALUES, unsupported
 from llmtrain.yaml.expected import choices, expected, options
 from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import WORDS
@@ -35,7 +35,9 @@ def explain(error: ValidationError, source: str) -> str:
     if details["type"] == _UNKNOWN:
         name = str(details["loc"][-1])
         return _missing_space(key, name) or unknown_key(
-            ".".join(filter(None, (key, name))), lambda unknown: shown_key(unknown, source)
+            ".".join(filter(None, (key, name))),
+            lambda unknown: shown_key(unknown, source),
+            isinstance(details["input"], Mapping),
         )
     if details["type"] == _VALUE:
         return ".".join(filter(None, (key, str(details["ctx"]["error"]))))
@@ -68,7 +70,10 @@ def _advice(key: str, value: Any, hint: Any) -> str:
     meant = _meant(key, value)
     if meant is not None:
         return f"; did you mean {meant}?"
-    near = get_close_matches(str(value)[:_LONGEST_WORD], choices(hint), n=1)
+    word = str(value)[:_LONGEST_WORD].lower()
+    if isinstance(value, str) and (why := unsupported(word)):
+        return f"; {why}"
+    near = get_close_matches(word, choices(hint), n=1)
     if near:
         return f"; did you mean {near[0]}?"
     if str not in options(hint) or not isinstance(value, bool | int | float):
@@ -84,8 +89,8 @@ def _advice(key: str, value: Any, hint: Any) -> str:
 
 def _meant(key: str, value: Any) -> str | None:
     """Return what a value of another program's words, or one in place of a section, most likely means."""
-    if (key, shown(value)) in VALUES:
-        return VALUES[key, shown(value)]
+    if (key, shown(value).lower()) in VALUES:
+        return VALUES[key, shown(value).lower()]
     inner = SECTIONS.get(key)
     # A value that the inner key refuses as well is no advice.
     if inner is None or not isinstance(value, str | int | float) or isinstance(value, bool):
@@ -97,15 +102,27 @@ def _meant(key: str, value: Any) -> str | None:
     return f"{inner}={shown(value)}"
 
 
-def unknown_key(key: str, quoted: Callable[[str], str] = shown) -> str:
+def unknown_key(key: str, quoted: Callable[[str], str] = shown, of_keys: bool = False) -> str:
     """Return a sentence that `key` is not a recipe key, with the nearest key that is, or else those of its section.
-    quoted: returns what of the key is quoted."""
+    quoted: returns what of the key is quoted. of_keys: whether it was given keys of its own in place of a value."""
     if key == "extends":
         return "extends is read only in a recipe's file; write it there, or name the other recipe in place of this one"
-    near = KEYS.get(key.rpartition(".")[2]) or nearest_key(key)
+    advice = _advice_for_key(key.lower().replace("-", "_"), of_keys)
     section, siblings = key.rpartition(".")[0], keys_in(key.rpartition(".")[0])
-    advice = f"{section} has the keys {', '.join(siblings)}" if siblings else "`llmtrain recipes schema` lists the keys"
-    return f"{quoted(key)} is not a recipe key; {f'did you mean {near}?' if near else advice}"
+    known = f"{section} has the keys {', '.join(siblings)}" if siblings else "`llmtrain recipes schema` lists the keys"
+    return f"{quoted(key)} is not a recipe key; {advice or known}"
+
+
+def _advice_for_key(key: str, of_keys: bool) -> str | None:
+    """Return what to write in place of an unknown key, or that its feature is not supported; None if neither is known.
+    of_keys: see `unknown_key`."""
+    *sections, leaf = key.split(".")
+    if leaf not in KEYS and (why := unsupported(key)):
+        return why
+    # Some words of other programs are sections there, such as offload_optimizer.
+    meant = [KEYS[word] for word in reversed(sections) if word in KEYS]
+    near = KEYS.get(leaf) or nearest_key(key, of_keys) or next(iter(meant), None)
+    return f"did you mean {near}?" if near else None
 
 
 def _missing_space(section: str, name: str) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_origin
 
 from llmtrain.recipe.schema import Recipe
@@ -13,6 +13,8 @@ from llmtrain.yaml.expected import options, section_hints
 
 # The index of a section in a list.
 INDEX = re.compile(r"\[[0-9]+\]")
+# Letters of words that are like too many others to guess what they mean.
+_SHORT = 3
 
 
 @cache
@@ -57,21 +59,32 @@ def keys_in(section: str) -> list[str]:
     return [leaf for parent, _, leaf in parts if section and parent == section]
 
 
-def nearest_key(key: str) -> str | None:
+def nearest_key(key: str, of_keys: bool = False) -> str | None:
     """Return the recipe key that `key` most likely stands for, if misspelt or in the wrong section; None if no key is
-    near."""
-    key, known = INDEX.sub("[]", key), list(recipe_keys())
-    section, _, leaf = key.rpartition(".")
+    near. of_keys: whether it was given keys of its own, as a section is, in place of a value."""
+    section, _, leaf = INDEX.sub("[]", key).rpartition(".")
+    takes = _takes_keys if of_keys else _takes_a_value
+    known = [name for name, hint in recipe_keys().items() if takes(hint) and not name.endswith("]")]
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    for candidates in (
-        [name for name in siblings if name.startswith(f"{key}_")],
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    if len(leaf) <= _SHORT:
+        return leaves.get(leaf)
+    for names, found in (
+        (siblings, [name for name in siblings if name.startswith(f"{leaf}_")]),
         # Nearer than a key of the same name in another section.
-        get_close_matches(key, siblings, n=1, cutoff=0.93),
-        [leaves[leaf]] if leaf in leaves else [],
-        get_close_matches(key, siblings, n=1, cutoff=0.8),
-        [leaves[name] for name in get_close_matches(leaf, leaves, n=1, cutoff=0.75)],
+        (siblings, get_close_matches(leaf, siblings, n=1, cutoff=0.88)),
+        (leaves, [leaf] if leaf in leaves else []),
+        (siblings, get_close_matches(leaf, siblings, n=1, cutoff=0.75)),
+        (leaves, get_close_matches(leaf, leaves, n=1, cutoff=0.8)),
     ):
-        if candidates:
-            return candidates[0]
+        if found:
+            return names[found[0]]
     return None
+
+
+def _takes_keys(hint: Any) -> bool:
+    return any(is_dataclass(option) or get_origin(option) is Mapping for option in options(hint))
+
+
+def _takes_a_value(hint: Any) -> bool:
+    return not all(is_dataclass(option) or option is NoneType for option in options(hint))

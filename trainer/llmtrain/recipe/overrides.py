@@ -38,7 +38,7 @@ def _parse_override(override: str) -> DictConfig:
         raise BadInputError(f"{shown(override)!r} is not an override; expected key=value, such as train.steps=100")
     key, _, value = override.partition("=")
     if type_of(key) is None:
-        raise BadInputError(unknown_key(key))
+        raise BadInputError(unknown_key(key, of_keys=value.startswith("{")))
     try:
         check_size(value)
         return OmegaConf.from_dotlist([override])

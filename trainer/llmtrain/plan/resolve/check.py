@@ -26,7 +26,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.gradient_dtype import gradient_dtype_problem
 from llmtrain.plan.resolve.resident_check import resident_problem
 from llmtrain.recipe.logging import LoggingConfig
-from llmtrain.recipe.other_words import VALUES
+from llmtrain.recipe.other_words import VALUES, unsupported
 from llmtrain.recipe.schema import Recipe, TrainConfig
 from llmtrain.yaml.near_folder import near_folder
 
@@ -43,10 +43,12 @@ def check_given(recipe: Recipe) -> None:
             "set the other to null"
         )
     if model.preset is not None and model.preset not in PRESETS:
-        usual = VALUES.get(("model.preset", model.preset))
+        usual = VALUES.get(("model.preset", model.preset.lower()))
         near = [usual] if usual else get_close_matches(model.preset, PRESETS, n=1)
         advice = f"did you mean {near[0]}?" if near else "`llmtrain recipes presets` lists them"
-        raise BadInputError(f"model.preset is {model.preset}, which is no preset; {advice}")
+        raise BadInputError(
+            f"model.preset is {model.preset}, which is no preset; {unsupported(model.preset) or advice}"
+        )
     family = PRESETS[model.preset].family if model.preset else model.family
     for key in ("rope_theta", "rope_scaling", "rotary_fraction"):
         if family == "gpt2" and getattr(model, key) is not None:
