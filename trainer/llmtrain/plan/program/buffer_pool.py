@@ -1,5 +1,6 @@
 """Offsets for buffers of different sizes in one buffer pool. No torch in here."""
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,36 +12,49 @@ class BufferPool:
 
     capacity: int
     high: int = 0
-    _taken: list[tuple[int, int]] = field(default_factory=list)
+    _ends: dict[int, int] = field(default_factory=dict)
+    # Of the places below the capacity that are free, in order. A step takes and gives back very often.
+    _gaps: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._gaps = [(0, self.capacity)] if self.capacity else []
 
     def fits(self, size: int) -> bool:
         """Whether a gap has room for a buffer of `size` elements."""
-        return any(end - start >= size for start, end in self._gaps())
+        for start, end in self._gaps:
+            if end - start >= size:
+                return True
+        return False
 
     def take(self, size: int, low: bool) -> int:
         """Return the offset of a buffer of `size` elements: in the lowest gap that has room for it, or in the highest.
 
         Where no gap has room, the buffer lies behind all others, beyond the capacity.
         """
-        gaps = [gap for gap in self._gaps() if gap[1] - gap[0] >= size]
+        gaps = [gap for gap in self._gaps if gap[1] - gap[0] >= size]
         if gaps:
-            offset = gaps[0][0] if low else gaps[-1][1] - size
+            start, end = gap = gaps[0] if low else gaps[-1]
+            offset = start if low else end - size
+            left = (offset + size, end) if low else (start, offset)
+            place = self._gaps.index(gap)
+            self._gaps[place : place + 1] = [left] if left[0] < left[1] else []
         else:
-            offset = max([end for _, end in self._taken], default=0)
-        self._taken.append((offset, offset + size))
-        self._taken.sort()
+            offset = max(self._ends.values(), default=0)
+            # It may begin in the last gap.
+            self._gaps = [(start, min(end, offset)) for start, end in self._gaps if start < offset]
+        self._ends[offset] = offset + size
         self.high = max(self.high, offset + size)
         return offset
 
     def give_back(self, offset: int) -> None:
         """Free the buffer at `offset`."""
-        self._taken = [taken for taken in self._taken if taken[0] != offset]
-
-    def _gaps(self) -> list[tuple[int, int]]:
-        starts = [0, *(end for _, end in self._taken)]
-        ends = [*(start for start, _ in self._taken), self.capacity]
-        gaps = zip(starts, ends, strict=True)
-        return [(start, min(end, self.capacity)) for start, end in gaps if start < min(end, self.capacity)]
+        start, end = offset, min(self._ends.pop(offset), self.capacity)
+        if start >= end:
+            return
+        for gap in [gap for gap in self._gaps if gap[1] == start or gap[0] == end]:
+            self._gaps.remove(gap)
+            start, end = min(start, gap[0]), max(end, gap[1])
+        insort(self._gaps, (start, end))
 
 
 def paired_size(sizes: Sequence[int]) -> int:

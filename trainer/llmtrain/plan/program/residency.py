@@ -36,13 +36,15 @@ class Units:
     granule: int = 1
 
 
-@dataclass
+@dataclass(slots=True)
 class _Held:
-    """A unit in the buffer pool. next: place of its next use, which is the current one while `busy`."""
+    """A unit in the buffer pool. next: place of its next use, which is the current one while `busy`. after: place of
+    the first use after the current one."""
 
     offset: int
     secondary: bool
     next: int
+    after: int
     busy: bool = False
 
 
@@ -97,12 +99,13 @@ class Residency:
                 idle.remove(furthest := max(idle))
                 self._drop(furthest[1], found)
             self._gather(place, found)
-        self._held[event.unit].busy = True
+        held = self._held[event.unit]
+        held.busy, held.after = True, self._next[held.next]
 
     def _end(self, place: int, found: list[Issue]) -> None:
         unit = self.events[place].unit
         held = self._held[unit]
-        held.busy, held.next = False, self._next[place]
+        held.busy, held.next, held.after = False, self._next[place], self._next[place]
         if held.next == NEVER or not self._holds(self.events[held.next]):
             self._drop(unit, found)
 
@@ -119,9 +122,10 @@ class Residency:
 
     def _make_room(self, use: int, found: list[Issue]) -> bool:
         """Make room for a use to come by dropping units that are used later. Return whether there is room."""
-        size = self.units.sizes[self.events[use].unit]
+        size, done = self.units.sizes[self.events[use].unit], self._done
         while not self._pool.fits(size):
-            later = [(self._furthest(one), name) for name, one in self._held.items() if self._ends_before(one, use)]
+            # A unit that is in use until then keeps its room.
+            later = [(one.after, name) for name, one in self._held.items() if not one.busy or done[one.next] < use]
             furthest, name = max(later, default=(0, ""))
             if furthest <= use:
                 return False
@@ -131,21 +135,13 @@ class Residency:
             self._drop(name, found)
         return True
 
-    def _furthest(self, held: _Held) -> int:
-        """Return the place of the first use after the current one."""
-        return self._next[held.next] if held.busy else held.next
-
-    def _ends_before(self, held: _Held, use: int) -> bool:
-        """Whether the unit is idle at a use to come, if it is not used before."""
-        return not held.busy or self._done[held.next] < use
-
     def _gather(self, use: int, found: list[Issue]) -> None:
         event = self.events[use]
         offset = self._pool.take(self.units.sizes[event.unit], event.unit in self._low)
         fills = not event.secondary and event.unit in self.units.filled - self._filled
         if fills:
             self._filled.add(event.unit)
-        self._held[event.unit] = _Held(offset, event.secondary, use)
+        self._held[event.unit] = _Held(offset, event.secondary, use, use)
         found.append(Gather(event.unit, offset, event.secondary, fills))
 
     def _drop(self, unit: str, found: list[Issue]) -> None:

@@ -3,10 +3,11 @@ plan fits if it leaves, or all of them where gathered weights use the memory bet
 host has spare memory for. No torch in here."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
-from llmtrain.plan.cost.lane_times import CPU, DEVICE, lane_times
+from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, lane_times
 from llmtrain.plan.cost.volume_traffic import moved_of
 from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
@@ -42,17 +43,19 @@ def least_share(plan: Plan) -> float:
 def shortest_lanes(*plans: Plan) -> Plan:
     """Return the plan, of some of one run, whose busiest lane takes the least time, or moves the least bytes where a
     rate is not known."""
-    lanes = {}
-    for number, plan in enumerate(plans):
+    found = []
+    for plan in plans:
         programs = programs_of(plan)
-        lanes[number] = lane_times(plan, programs, moved_of(plan, programs))
-    known = all(lane.rate is not None for found in lanes.values() for lane in found)
+        found.append(lane_times(plan, programs, moved_of(plan, programs)))
+    known = all(lane.rate is not None for lanes in found for lane in lanes)
 
-    def longest(number: int) -> float:
-        moved = [lane for lane in lanes[number] if known or lane.name not in (CPU, DEVICE)]
-        return max(lane.nbytes / (lane.rate or 1.0) if known else lane.nbytes for lane in moved)
+    def longest(lanes: Sequence[LaneTime]) -> float:
+        if known:
+            return max((lane.seconds or 0.0 for lane in lanes), default=0.0)
+        # A CPU has no link, and the rate of its memory may be unknown.
+        return max((lane.nbytes for lane in lanes if lane.name not in (CPU, DEVICE)), default=0)
 
-    return plans[min(lanes, key=longest)]
+    return min(zip(plans, found, strict=True), key=lambda one: longest(one[1]))[0]
 
 
 def most_spare(plan: Plan) -> float:
