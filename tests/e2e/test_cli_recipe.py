@@ -314,7 +314,7 @@ def test_a_run_that_the_machine_cannot_hold(
     monkeypatch.setattr("llmtrain.plan.resolve.machine_refusal.machine_memory", lambda swap: 2**20)
     Path("recipe.yaml").write_text(GOOD)
     words = ["run", "recipe.yaml", "--nproc", "1"]
-    sentence = "of memory, but this machine has 1.00 MiB; no single change of train.microbatch"
+    sentence = "of memory, but this machine has 1.00 MiB; no change of train.microbatch"
     expect_one_sentence(words, sentence, capsys)
     assert main([*words, "--dry-run"]) == 0
     assert sentence in capsys.readouterr().out

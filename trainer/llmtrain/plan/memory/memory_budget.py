@@ -40,6 +40,11 @@ class RoleMemory:
         """Bytes on the device."""
         return sum(self.device.values())
 
+    @property
+    def model_states(self) -> int:
+        """Bytes of model states on the device."""
+        return sum(self.device[name] for name, _ in _MODEL_STATES)
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -7,14 +7,12 @@ from llmtrain_data import units
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.memory import machine_memory, usable_memory
-from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import host_memory, memory_budget, sure_bytes
 from llmtrain.plan.per_rank.roles import Role, roles
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.check import check
-from llmtrain.plan.resolve.make import make_plan
-from llmtrain.plan.resolve.refusal import Change, changes, host_changes
+from llmtrain.plan.resolve.changes import Change, changes, host_changes
+from llmtrain.plan.resolve.refusal import planned
 from llmtrain.recipe.schema import Recipe
 
 # The shortest sequence that a refusal advises.
@@ -26,7 +24,7 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     fit. Ranks on GPUs need it for what they offload, and for checkpoints; they may take its `usable_memory`, also
     where a description states more.
 
-    The sentence names the first single change that makes it fit: on GPUs those of `host_changes`, then those of
+    The sentence names the first change that makes it fit: on GPUs those of `host_changes`, then those of
     `changes`, then a shorter sequence.
     """
     # Memory that a GPU copies from and to is pinned.
@@ -43,17 +41,12 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     )
     first = host_changes(recipe, plan) if plan.device == "cuda" else ()
     for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan)):
-        try:
-            changed = make_plan(change.recipe, facts)
-            check(changed, facts)
-        except BadInputError:
-            # The change is impossible with the other keys.
-            continue
-        if (after := machine_bytes(changed, facts, there)) <= there:
+        changed = planned(change.recipe, facts)
+        if changed is not None and (after := machine_bytes(changed, facts, there)) <= there:
             return f"{said}; set {' '.join(change.keys)}, which needs {units.size(after)} (--force takes it as it is)"
     shards = "zero.stage, parallel, " if facts.world > 1 else ""
     return (
-        f"{said}; no single change of {shards}train.microbatch, activation_checkpointing, offload or "
+        f"{said}; no change of {shards}train.microbatch, activation_checkpointing, offload or "
         "data.sequence_length makes it fit, so take a smaller model (--force takes it as it is)"
     )
 

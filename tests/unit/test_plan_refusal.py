@@ -1,0 +1,164 @@
+"""A run that does not fit the stated memory: what the sentence advises, and that the advice, followed, fits."""
+
+import re
+from pathlib import Path
+
+import pytest
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.resolve.changes import changes
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.recipe.load import load_recipe
+from llmtrain_data import units
+
+from tests.unit.test_plan_budget import EIGHT, RECIPE, cluster, made, planned
+
+
+@pytest.fixture(autouse=True)
+def _in_folder_with_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(RECIPE)
+
+
+LARGE = ("model.hidden=4096", "model.layers=16", "model.ffn=16384")
+LONG = ("data.sequence_length=4096", "model.positions=4096")
+TENSOR = ("parallel.tensor=8", "train.microbatch=2")
+STAGES = ("parallel.pipeline=8", "train.microbatch=1", *LONG)
+CHUNKS = (*STAGES, "model.layers=32", "pipeline.schedule=interleaved", "activation_checkpointing=full")
+ZERO_AND_FULL = ("zero.stage=3", "activation_checkpointing=full")
+FULL_AND_ONE = ("activation_checkpointing=full", "train.microbatch=1")
+OFFLOAD = "offload.optimizer=host"
+HALVED = (*LARGE, "zero.partition={weights: 2, gradients: 2, optimizer: 2}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "enough", "advice"),
+    [
+        ((EIGHT,), ("zero.stage=1",), "zero.stage=1"),
+        ((EIGHT,), ("zero.stage=2",), "zero.stage=2"),
+        ((EIGHT,), ("zero.stage=3",), "zero.stage=3"),
+        ((EIGHT, "zero.stage=1"), ("zero.stage=2",), "zero.stage=2"),
+        (HALVED, ("parallel.tensor=2",), "parallel.tensor=2"),
+        ((*HALVED, "model.heads=1"), ("parallel.pipeline=2",), "parallel.pipeline=2"),
+        ((*HALVED, "parallel.data=8"), ("parallel.tensor=4", "parallel.data=2"), "parallel.tensor=4 parallel.data=2"),
+        ((*LARGE, *LONG, *TENSOR), ("parallel.sequence=true",), "parallel.sequence=true"),
+        ((*STAGES, "pipeline.schedule=gpipe"), ("pipeline.schedule=1f1b",), "pipeline.schedule=1f1b"),
+        ((*CHUNKS, "pipeline.chunks=4"), ("pipeline.chunks=2",), "pipeline.chunks=2"),
+        (
+            (*CHUNKS, "pipeline.chunks=2"),
+            ("pipeline.schedule=1f1b", "pipeline.chunks=auto"),
+            "pipeline.schedule=1f1b pipeline.chunks=auto",
+        ),
+        ((*LONG, *LARGE, EIGHT), ZERO_AND_FULL, " ".join(ZERO_AND_FULL)),
+        ((*LONG, *LARGE, EIGHT, "zero.stage=3"), FULL_AND_ONE, " ".join(FULL_AND_ONE)),
+        (
+            (*LARGE, "train.microbatch=1", "activation_checkpointing=full"),
+            ("zero.stage=3", "offload.optimizer=host", "offload.share=1"),
+            "zero.stage=3 offload.optimizer=host",
+        ),
+        ((*LARGE, OFFLOAD, "offload.share=0.5"), ("offload.share=1",), "offload.share=auto"),
+        ((*LARGE, OFFLOAD, "offload.share=0"), ("offload.share=0.25",), "offload.share=auto"),
+    ],
+    ids=str,
+)
+def test_the_advice_followed_fits(
+    keys: tuple[str, ...], enough: tuple[str, ...], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as much memory as a change needs, the advice is that change, and it fits."""
+    alone = {key.split("=")[0]: key for key in (*keys, *enough)}
+    memory = cluster(made(*alone.values(), cluster(None))[1].fullest.total)
+    code, _, error = planned(capsys, *keys, memory, "--ranks", "8")
+    assert code == 2
+    advised = re.search(r"; set (.*), which needs (.*) \(--force", error)
+    assert advised, error
+    assert advised[1] == advice
+    followed = {key.split("=")[0]: key for key in (*keys, *advised[1].split())}
+    code, found, error = planned(capsys, *followed.values(), memory, "--ranks", "8")
+    assert (code, error, found["memory"]["excess"]) == (0, "", 0)
+
+
+def test_no_advice_that_does_not_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = planned(capsys, cluster(1000), "--ranks", "8")
+    assert code == 2
+    assert "; no change of zero.stage, " in error
+    assert " set " not in error
+    # What a rank takes whatever it holds is more than that.
+    assert "makes it fit, so take a smaller model (--force" in error
+
+
+@pytest.mark.parametrize("stated", [(), ("zero.stage=3",), ("zero.stage=3", "parallel.data=8")], ids=" ".join)
+def test_more_ranks_where_they_help(stated: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """With the memory that 16 ranks need, and a host without room for states."""
+    keys = (*LARGE, "train.microbatch=1", "activation_checkpointing=full", "checkpoint.async=false", "model.heads=1")
+    _, budget = made(*keys, "zero.stage=3", cluster(None), ranks=16)
+    memory = (cluster(budget.fullest.total), f"cluster.node.host.memory={8 * budget.host}B", "model.layers=16")
+    code, _, error = planned(capsys, *keys, *stated, *memory, "--ranks", "8")
+    assert code == 2
+    advised = re.search(r"so take (\d+) ranks(?: with (.*))?, or a smaller model \(--force", error)
+    assert advised, error
+    assert advised[1] == "16"
+    followed = {key.split("=")[0]: key for key in (*keys, *stated, *(advised[2] or "").split())}
+    assert planned(capsys, *followed.values(), *memory, "--ranks", "16")[0] == 0
+
+
+def test_no_more_ranks_than_the_cluster_has(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (*LARGE, "zero.stage=3", "cluster.clusters=[{name: a, nodes: 1}]", "cluster.node.host.memory=16GB")
+    _, _, error = planned(capsys, cluster(5 * 10**9), *keys, "--ranks", "8")
+    assert "so take a smaller model (--force" in error
+
+
+def test_a_host_without_room_for_the_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, error = planned(capsys, cluster(10**12), "cluster.node.host.memory=13GiB", "--ranks", "8")
+    fixed = "each rank's process takes 1.66 GiB of its host's memory, whatever the run is"
+    assert f"; {fixed}, so take nodes with more of it, or fewer ranks of each (--force" in error
+
+
+@pytest.mark.parametrize("stated", [False, True])
+def test_the_host_s_memory_that_an_offload_needs(stated: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (*LARGE, "zero.stage=3", "train.microbatch=1", "activation_checkpointing=full")
+    _, budget = made(*keys, OFFLOAD, "offload.share=1", cluster(None))
+    host = ["cluster.node.host.memory=2TB"] if stated else []
+    _, _, error = planned(capsys, *keys, cluster(budget.fullest.total), *host, "--ranks", "8")
+    needed = "" if stated else f", and {units.size(8 * budget.host)} of the host's memory of a node"
+    assert f"; set {OFFLOAD}, which needs {units.size(budget.fullest.total)}{needed} (--force" in error
+
+
+def test_changes_in_their_order() -> None:
+    recipe = load_recipe("tiny.yaml", ["train.microbatch=4", cluster(None, ranks=4)])
+    plan = make_plan(recipe, Facts(world=8, device="cpu", ranks_per_node=4))
+    assert [" ".join(change.keys) for change in changes(recipe, plan)] == [
+        "zero.stage=1",
+        "zero.stage=2",
+        "zero.stage=3",
+        "activation_checkpointing=auto",
+        "activation_checkpointing=full",
+        "train.microbatch=2",
+        "train.microbatch=1",
+        "parallel.tensor=2",
+        "parallel.tensor=4",
+        "parallel.tensor=8",
+        "parallel.pipeline=2",
+        "parallel.pipeline=4",
+        "parallel.pipeline=8",
+        "zero.stage=1 activation_checkpointing=full",
+        "zero.stage=2 activation_checkpointing=full",
+        "zero.stage=3 activation_checkpointing=full",
+        "zero.stage=1 train.microbatch=1",
+        "zero.stage=2 train.microbatch=1",
+        "zero.stage=3 train.microbatch=1",
+        "activation_checkpointing=full train.microbatch=1",
+        "zero.stage=3 activation_checkpointing=full train.microbatch=1",
+        "parallel.tensor=8 parallel.sequence=true",
+        "zero.stage=3 activation_checkpointing=full train.microbatch=1 parallel.tensor=8 parallel.sequence=true",
+        "zero.stage=1 offload.optimizer=host",
+        "zero.stage=2 offload.optimizer=host",
+        "zero.stage=3 offload.optimizer=host",
+        "zero.stage=3 offload.optimizer=host offload.parameters=host",
+        "offload.optimizer=host",
+        "offload.optimizer=host offload.parameters=host",
+        "zero.stage=3 offload.optimizer=host activation_checkpointing=full",
+        "zero.stage=3 offload.optimizer=host train.microbatch=1",
+        "zero.stage=3 offload.optimizer=host activation_checkpointing=full train.microbatch=1",
+        "zero.stage=3 offload.optimizer=host offload.parameters=host activation_checkpointing=full",
+        "zero.stage=3 offload.optimizer=host offload.parameters=host train.microbatch=1",
+        "zero.stage=3 offload.optimizer=host offload.parameters=host activation_checkpointing=full train.microbatch=1",
+    ]

@@ -1,0 +1,171 @@
+"""The changes of a recipe that may make it fit a memory, in the order in which they are tried. No torch in here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from llmtrain.cluster.layout import Axis
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe.schema import Recipe
+from llmtrain.recipe.zero import STAGES
+
+# What keys of a recipe are set to.
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a recipe. keys: what it sets, as `key=value`. recipe: the changed recipe."""
+
+    keys: tuple[str, ...]
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, recipe: Recipe, values: Values) -> "Change":
+        """Return the change of a recipe that sets values."""
+        changed = recipe
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            # `async` is no name in Python.
+            named = {"asynchronous" if name == "async" else name: value}
+            changed = replace(changed, **{section: replace(getattr(changed, section), **named) if name else value})
+        return cls(tuple(f"{key}={str(value).lower()}" for key, value in values.items()), changed)
+
+
+def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield the changes that may take less memory, those that cost least time first: single ones, pairs of them and
+    the strongest together, and those that offload, alone and with others. What is offloaded is sharded first where
+    there are replicas, each of which would else have all of it in its host's memory."""
+    sharding, activations, grids = _sharding(plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
+    # The one that takes least of each section.
+    least = list({next(iter(values)).partition(".")[0]: values for values in activations}.values())
+    together = [_merged(least)] if len(least) > 1 else []
+    # Tensor parallelism splits all activations only with that of the sequence.
+    wide = [values | {"parallel.sequence": True} for values in grids if "parallel.tensor" in values][-1:]
+    for values in (
+        *_whole_share(recipe),
+        *sharding,
+        *activations,
+        *grids,
+        *(_merged([shard, fewer]) for fewer in least for shard in sharding),
+        *map(_merged, combinations(least, 2)),
+        *(_merged([*sharding[-1:], fewer]) for fewer in together),
+        *wide,
+        *(_merged([*sharding[-1:], *least, values]) for values in wide),
+        *_offloads(recipe, plan, sharding, [*least, *together]),
+    ):
+        yield Change.of(recipe, values)
+
+
+def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield the single changes that may take less of the host's memory: no copies for checkpoints, no spare memory,
+    files instead of the host, a smaller share of what leaves the device, and none."""
+    given, share = recipe.offload, plan.sharding.offload.share
+    # Offloaded states are written to the checkpoint directly, without a copy.
+    if plan.checkpoint.asynchronous and not share:
+        yield Change.of(recipe, {"checkpoint.async": False})
+    if plan.sharding.offload.spare:
+        yield Change.of(recipe, {"offload.spare": 0.0})
+    for key in ("activations", "optimizer", "parameters"):
+        if getattr(given, key) == "host" and "nvme" in _tiers(recipe, plan):
+            yield Change.of(recipe, {f"offload.{key}": "nvme"})
+    if given.activations == "host":
+        yield Change.of(recipe, {"offload.activations": "none"})
+    if given.optimizer == "none":
+        return
+    for tenths in range(9, 0, -1):
+        if tenths / 10 < share:
+            yield Change.of(recipe, {"offload.share": tenths / 10})
+    if not given.paths:
+        step = {"offload.step": "host"} if given.step == "device" else {}
+        yield Change.of(recipe, step | {"offload.optimizer": "none"})
+
+
+def _merged(several: Sequence[Values]) -> Values:
+    return {key: value for values in several for key, value in values.items()}
+
+
+def _whole_share(recipe: Recipe) -> list[Values]:
+    """Return the change that lets as many optimizer states leave as must, if a smaller share may be given."""
+    given = recipe.offload
+    return [{"offload.share": "auto"}] if given.optimizer != "none" and given.share not in ("auto", 1) else []
+
+
+def _sharding(plan: Plan) -> list[Values]:
+    """Return the larger stages of ZeRO, where there are replicas."""
+    if plan.grid.degree(Axis.DATA) == 1:
+        return []
+    return [{"zero.stage": stage} for stage in STAGES[_stage(plan) + 1 :]]
+
+
+def _stage(plan: Plan) -> int:
+    """Return the stage of ZeRO that shards what a plan shards."""
+    degrees = [placement.degrees for placement in plan.sharding.placements.values()]
+    states = ("optimizer", "gradients", "weights")
+    return max((stage for stage, name in enumerate(states, 1) for one in degrees if getattr(one, name) > 1), default=0)
+
+
+def _activations(recipe: Recipe, plan: Plan) -> Iterator[Values]:
+    """Yield changes that keep fewer activations: of the pipeline's schedule, sequence parallelism, activation
+    checkpointing, and smaller microbatches."""
+    pipeline, chunks = plan.pipeline, plan.pipeline.schedule.chunks // 2
+    if pipeline.name in ("interleaved", "breadth-first"):
+        while chunks > 1:
+            yield {"pipeline.chunks": chunks}
+            chunks //= 2
+    if pipeline.name != "1f1b":
+        stated = {} if recipe.pipeline.chunks == "auto" else {"pipeline.chunks": "auto"}
+        yield {"pipeline.schedule": "1f1b"} | stated
+    if plan.grid.degree(Axis.TENSOR) > 1 and not plan.sequence_parallel:
+        yield {"parallel.sequence": True}
+    if recipe.activation_checkpointing == "none":
+        yield {"activation_checkpointing": "auto"}
+    if recipe.activation_checkpointing != "full":
+        yield {"activation_checkpointing": "full"}
+    share = plan.batch.microbatch * plan.batch.microbatches
+    yield from ({"train.microbatch": size} for size in range(plan.batch.microbatch - 1, 0, -1) if share % size == 0)
+
+
+def _grids(recipe: Recipe, plan: Plan) -> Iterator[Values]:
+    """Yield larger degrees of tensor parallelism, inside a node, then of pipeline parallelism; fewer replicas."""
+    grid = plan.grid
+    node = min(grid.world, plan.cluster.node.ranks if plan.cluster else grid.world)
+    for axis, most in ((Axis.TENSOR, node), (Axis.PIPELINE, plan.model.layers)):
+        now, replicas = grid.degree(axis), grid.degree(Axis.DATA)
+        for degree in range(2 * now, most + 1, now):
+            if replicas % (degree // now) == 0:
+                stated = {} if recipe.parallel.data == "auto" else {"parallel.data": replicas * now // degree}
+                yield {f"parallel.{axis.value}": degree} | stated
+
+
+def _offloads(
+    recipe: Recipe, plan: Plan, sharding: Sequence[Values], activations: Sequence[Values]
+) -> Iterator[Values]:
+    """Yield changes that offload: activations, where they are recomputed, optimizer states, and all model states; then
+    these with each of `activations`."""
+    given, tiers = recipe.offload, _tiers(recipe, plan)
+    if plan.recomputes and given.activations == "none":
+        yield from ({"offload.activations": tier} for tier in tiers)
+    optimizer = ("optimizer",) if given.optimizer == "none" else ()
+    every = (*optimizer, "parameters") if given.parameters == "none" else ()
+    states, unsharded = [keys for keys in (optimizer, every) if keys], list[Values]()
+    for keys in states:
+        for tier in tiers:
+            values = _merged([*_whole_share(recipe), {f"offload.{key}": tier for key in keys}])
+            least = 3 if "parameters" in keys else 1
+            if _stage(plan) < least and sharding:
+                unsharded.append(values)
+            else:
+                yield values
+            yield from (_merged([shard, values]) for shard in sharding if shard["zero.stage"] >= least)
+    yield from unsharded
+    for keys in states:
+        values = _merged([*sharding[-1:], *_whole_share(recipe), {f"offload.{key}": tiers[0] for key in keys}])
+        yield from (values | fewer for fewer in activations)
+
+
+def _tiers(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
+    """Return where a run may offload to."""
+    volumes = recipe.offload.paths or (plan.cluster and plan.cluster.node.nvme)
+    return ("host", "nvme") if volumes else ("host",)
