@@ -194,3 +194,13 @@ def test_tensor_parallel_sums_stay_in_a_node(trained: Trained) -> None:
         # Of two ranks, each sends the size of what is summed, and half of what is exchanged or gathered.
         node = tensor["all_reduce"] + tensor["all_gather"] // 2
         assert row["comm_sent_bytes"] == {"node": node, "all": sum(replicas.values()) // 2}
+
+
+def test_states_of_a_stage_stay_in_a_node(trained: Trained) -> None:
+    """Two nodes of one pipeline stage each: messages alone cross between them."""
+    result = trained(Case(4, ("zero.stage=1",), node=2, pipeline=2))
+    for row in result.rows[1:]:
+        gradients, updates = row["comm_bytes"]["gradients"], row["comm_bytes"]["update"]
+        # Of two ranks, each sends half of what is exchanged or gathered.
+        node = (gradients["all_to_all"] + updates["all_gather"]) // 2
+        assert row["comm_sent_bytes"] == {"node": node, "all": row["comm_bytes"]["pipeline"]["send"]}

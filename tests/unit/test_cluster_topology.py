@@ -9,8 +9,8 @@ from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.parallel import ParallelConfig
-from llmtrain.cluster.tiers import Tier, axis_tiers, tier_ranks, tiers
-from llmtrain.cluster.topology import HOLMES, cluster_of, layout_degrees, placement_advice, stage_speeds
+from llmtrain.cluster.tiers import Tier, axis_tiers, tier_between, tier_ranks, tiers
+from llmtrain.cluster.topology import HOLMES, cluster_of, layout_degrees, node_of, placement_advice, stage_speeds
 from llmtrain.errors import BadInputError
 
 from tests.unit.divisors import divisors
@@ -140,6 +140,33 @@ def test_clusters_of_ranks() -> None:
     assert [cluster_of(sites(2, 1, 3), rank) for rank in range(12)] == [0] * 4 + [1] * 2 + [2] * 6
     assert {cluster_of(load_cluster("p4d"), rank) for rank in range(64)} == {0}
     assert {cluster_of(load_cluster({"node": {"ranks": 2}}), rank) for rank in range(8)} == {0}
+
+
+@pytest.mark.parametrize("nodes", [(2, 1), (1, 2), (2, 4), (3, 2, 1), (2, 2), (1, 1)])
+def test_the_tier_of_two_ranks_is_where_they_are(nodes: tuple[int, ...]) -> None:
+    cluster, world = sites(*nodes, between=BETWEEN), 2 * sum(nodes)
+    links = tiers(cluster, world, 2)
+    for one in range(world):
+        for other in range(one + 1, world):
+            # A node that is a cluster has the cluster's name.
+            near = "node" if any(tier.name == "node" for tier in links) else "cluster"
+            expected = near if node_of(cluster, one) == node_of(cluster, other) else "cluster"
+            if cluster_of(cluster, one) != cluster_of(cluster, other):
+                expected = "all"
+            assert tier_between(links, one, other) == expected, (one, other)
+
+
+def test_clusters_of_unequal_size_along_an_axis() -> None:
+    """Levels take the greatest common divisor, of which all aligned groups are inside a cluster."""
+    links = tiers(sites(4, 2), 12, 2)
+    assert [(tier.name, tier.ranks, tier.sizes) for tier in links] == [
+        ("node", 2, ()),
+        ("cluster", 4, (8, 4)),
+        ("all", 12, ()),
+    ]
+    found = axis_tiers(links, mesh(12, tensor=2), Axis.DATA)
+    assert found == (Tier("node", 1), Tier("cluster", 2), Tier("all", 6))
+    assert [tier_ranks(tiers(sites(2, 1), 6, 2), name) for name in ("node", "cluster", "all")] == [2, 2, 6]
 
 
 def test_speeds_of_stages() -> None:

@@ -64,6 +64,19 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "set parallel.pipeline to 2" in shown(capsys, "two-sites")
 
 
+def test_clusters_of_unequal_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("node: {ranks: 2}\nclusters: [{name: a, nodes: 2}, {name: b, nodes: 1}]\n")
+    lines = shown(capsys, str(own)).splitlines()
+    assert ["cluster", "4, 2", "-", "-"] in [re.split(r" {2,}", line.strip()) for line in lines]
+    found = described(capsys, str(own))["tiers"]
+    assert [(tier["name"], tier["ranks"], tier["sizes"]) for tier in found] == [
+        ("node", 2, []),
+        ("cluster", 2, [4, 2]),
+        ("all", 6, []),
+    ]
+
+
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = described(capsys, "quickstart", "cluster=frontier", "parallel.tensor=2", "--ranks", "64")
     assert {each["lies"] for each in found["axes"]["tensor"]["groups"]} == {"inside a die"}

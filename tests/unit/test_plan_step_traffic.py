@@ -73,6 +73,29 @@ def test_tiers_and_purposes_of_a_grid() -> None:
     assert last["node"]["tensor"] == microbatches * (border * (4 * blocks + 1) + 3 * 4 * TOKENS)
 
 
+UNEVEN = (
+    "cluster={node: {ranks: 4}, clusters: [{name: fast, nodes: 2, nic: {kind: infiniband}}, "
+    "{name: slow, nodes: 1, nic: {kind: roce}}], between: {kind: ethernet}}"
+)
+
+
+def test_clusters_of_unequal_size() -> None:
+    """Stages of one node each: two of one cluster, and one of another."""
+    keys = ("parallel.pipeline=3", "zero.stage=1", "train.global_batch=12", "pipeline.split=[3, 3, 2]")
+    first, second, last = sent(12, UNEVEN, *keys)
+    messages, scalars = 12 // 4 * TOKENS * HIDDEN * 2, 2 * 24 * 11 // 12
+    assert (first["cluster"], first["all"]) == ({"pipeline": messages}, {"scalars": scalars})
+    assert second["cluster"] == {"pipeline": messages}
+    assert second["all"] == {"pipeline": messages, "scalars": scalars}
+    assert last["all"] == {"pipeline": messages, "scalars": scalars}
+    assert set(last) == {"node", "all"}
+    # Each of a stage's four ranks sends three quarters of its gradients, and of its weights.
+    for role in (first, second, last):
+        assert set(role["node"]) == {"gradients", "update"}
+    block = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 256 + 2 * HIDDEN)
+    assert second["node"]["update"] == 3 * block * 3 // 4
+
+
 @pytest.mark.parametrize(
     ("keys", "purposes"),
     [

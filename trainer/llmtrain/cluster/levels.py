@@ -29,7 +29,8 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Level:
-    """One digit of a place: `radix` ranks, `stride` places apart. tier: the slowest tier between them."""
+    """One digit of a place: `radix` ranks, `stride` places apart. tier: the slowest tier between them, of those along
+    the axis."""
 
     stride: int
     radix: int

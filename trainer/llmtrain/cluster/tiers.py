@@ -1,8 +1,10 @@
 """The tiers of links between the ranks of a run, fastest first. No torch in here."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import gcd
 
 from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
@@ -21,6 +23,8 @@ class Tier:
 
     bandwidth: bytes per second in one direction, per rank inside a node, and per node between nodes; None if unknown.
     latency: seconds of one message; None if unknown. aliases: names of smaller tiers with the same number of ranks.
+    sizes: the ranks of each group of the tier, in order, if they differ; empty if each group has `ranks`. The aligned
+    groups are parts of those groups.
     """
 
     name: str
@@ -28,6 +32,15 @@ class Tier:
     bandwidth: float | None = None
     latency: float | None = None
     aliases: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def group(self, rank: int) -> int:
+        """Return the number of the tier's group that `rank` is in."""
+        return bisect_right(self._ends, rank) if self.sizes else rank // self.ranks
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
 
 
 def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tier, ...]:
@@ -36,8 +49,8 @@ def tiers(cluster: Cluster | None, world: int, ranks_per_node: int) -> tuple[Tie
     cluster: None for a run without a description, which was started with `ranks_per_node` ranks on each machine. A
     node of a description may be part of a machine, but never spans several. Tiers with the same number of ranks are
     merged, with the name of the larger and the figures of the faster one: in a single node, that is `all`. For clusters
-    of different sizes, the tier `cluster` has the greatest common divisor of their ranks. Raises BadInputError if
-    `world` does not fit.
+    of different sizes, `ranks` of the tier `cluster` is the greatest common divisor of their ranks, and it is merged
+    with no other. Raises BadInputError if `world` does not fit.
     """
     if cluster is None:
         described = [Tier("node", gcd(ranks_per_node, world)), Tier("cluster", world), Tier("all", world)]
@@ -62,8 +75,8 @@ def axis_tiers(tiers: Sequence[Tier], layout: Layout, *axes: Axis) -> tuple[Tier
 
     The new size of a tier is the largest divisor of the axis such that all aligned groups of that many neighbours are
     inside the tier; it is 1 if neighbours are further apart than the tier is wide, or if no larger group fits. Tiers of
-    equal size are merged, and keep their names as aliases. Along the only axis of a layout, tiers do not change.
-    Raises ValueError for axes that are not next to each other in the layout.
+    equal size are merged, and keep their names as aliases. Along the only axis of a layout, tiers of equally large
+    groups do not change. Raises ValueError for axes that are not next to each other in the layout.
     """
     first = layout.group_of(0, *axes)
     stride = first[1] - first[0] if len(first) > 1 else 1
@@ -72,12 +85,12 @@ def axis_tiers(tiers: Sequence[Tier], layout: Layout, *axes: Axis) -> tuple[Tier
     # An aligned group of n neighbours spans n x stride ranks, and these spans tile the ranks without gaps. So all of
     # them are inside the tier exactly if the tier's size is a multiple of n x stride.
     sizes = [gcd(len(first), tier.ranks // stride) if tier.ranks % stride == 0 else 1 for tier in tiers]
-    return _distinct([replace(tier, ranks=size) for tier, size in zip(tiers, sizes, strict=True)])
+    return _distinct([replace(tier, ranks=size, sizes=()) for tier, size in zip(tiers, sizes, strict=True)])
 
 
 def tier_between(tiers: Sequence[Tier], one: int, other: int) -> str:
     """Return the name of the fastest tier that has both ranks in one of its groups."""
-    return next(tier.name for tier in tiers if one // tier.ranks == other // tier.ranks)
+    return next(tier.name for tier in tiers if tier.group(one) == tier.group(other))
 
 
 def node_ranks(tiers: Sequence[Tier]) -> int:
@@ -111,7 +124,7 @@ def _distinct(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
     """Merge tiers with the same number of ranks: the name of the larger and the figures of the faster one."""
     found: list[Tier] = []
     for tier in tiers:
-        if found and found[-1].ranks == tier.ranks:
+        if found and (found[-1].ranks, found[-1].sizes) == (tier.ranks, tier.sizes):
             faster = found.pop()
             found.append(replace(faster, name=tier.name, aliases=(*faster.aliases, faster.name, *tier.aliases)))
         else:
@@ -146,9 +159,10 @@ def _described(cluster: Cluster, world: int) -> list[Tier]:
     own = _slowest([_through_all_cards(group) for group in cluster.clusters])
     if len(cluster.clusters) < 2:
         return [*inside, Tier("cluster", world, *own), Tier("all", world, *own)]
-    nodes = gcd(*(group.nodes for group in cluster.clusters if group.nodes is not None))
+    ranks = tuple(group.nodes * cluster.node.ranks for group in cluster.clusters if group.nodes is not None)
+    sizes = ranks if len(set(ranks)) > 1 else ()
     joined = own if cluster.between is None else _figures(cluster.between)
-    return [*inside, Tier("cluster", nodes * cluster.node.ranks, *own), Tier("all", world, *joined)]
+    return [*inside, Tier("cluster", gcd(*ranks), *own, sizes=sizes), Tier("all", world, *joined)]
 
 
 def _through_all_cards(group: NodeGroup) -> Figures:

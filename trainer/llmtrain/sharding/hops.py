@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmtrain.cluster.levels import Level
+from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import Stream, new_stream
@@ -99,8 +100,11 @@ def make_hops(ranks: Ranks, placement: Placement, lanes: LaneBuffers) -> Hops:
         order = flat_order(placement) if flat else range(level.radix)
         collectives = ranks.collectives(make_groups(ranks, groups), lanes[lane], order)
         name = "gather" if flat else lane.kind
-        stream = new_stream(ranks.device, f"{name} over {level.tier}", ranks.activity)
-        return Hop(level.span, level.tier, collectives, stream)
+        # The level's tier is one along the axes, and the same for all groups.
+        own = next(group for group in groups if ranks.rank in group)
+        tier = tier_between(ranks.tiers, min(own), max(own))
+        stream = new_stream(ranks.device, f"{name} over {tier}", ranks.activity)
+        return Hop(level.span, tier, collectives, stream)
 
     # Sums that are reduced over a level are also gathered back over it, so every level has both kinds of hops.
     made = [(lane.kind, hop(lane, level)) for lane, level in lanes_of(placement)]

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmtrain.cluster.tiers import tier_between
 from llmtrain.plan.per_rank.roles import Role, roles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf
@@ -44,7 +43,5 @@ def step_traffic(plan: Plan, programs: ProgramsOf) -> list[RoleTraffic]:
 def _sent(plan: Plan, rank: int, programs: ProgramsOf) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {tier.name: Counter() for tier in plan.tiers}
     for call in StepCalls(plan, rank, programs(rank)).all():
-        # The tiers of an axis are merged where they are equally wide along it, so ask for that of all ranks.
-        tier = tier_between(plan.tiers, min(call.ranks), max(call.ranks))
-        found[tier][call.traffic.purpose] += call.times * call.traffic.sent
+        found[call.traffic.tier][call.traffic.purpose] += call.times * call.traffic.sent
     return {tier: {name: sent[name] for name in PURPOSES if sent[name]} for tier, sent in found.items() if sent.total()}

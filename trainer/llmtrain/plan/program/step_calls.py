@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmtrain.cluster.layout import Axis
@@ -58,7 +58,8 @@ class StepCalls:
         for transfer, times in (*issued, *updates):
             placement = by_name[transfer.unit].placement
             ranks = lane_members(self.plan.grid, self.rank, placement, transfer.lane)
-            yield Call(ranks, transfer.traffic, times)
+            # A level's tier is one along the axes of its placement, and the same for all its groups.
+            yield Call(ranks, replace(transfer.traffic, tier=self._tier(ranks)), times)
         for unit in units:
             yield from self._replicated_updates(unit)
 
@@ -85,27 +86,27 @@ class StepCalls:
                 continue
             receiver = line[schedule.place(target)[0]]
             if receiver != self.rank:
-                tier = tier_between(plan.tiers, self.rank, receiver)
-                yield Call((self.rank, receiver), Traffic("pipeline", "send", tier, size, size, packed=False), times)
+                pair = (self.rank, receiver)
+                yield Call(pair, Traffic("pipeline", "send", self._tier(pair), size, size, packed=False), times)
 
     def replicas(self) -> Iterator[Call]:
         """Yield the sums over ranks that hold the same parameters as others of their stage or of another one."""
-        plan, units, groups = self.plan, self._units, replica_groups(self.plan, self.rank)
+        units, groups = self._units, replica_groups(self.plan, self.rank)
         if partial := groups.get("partial"):
             for size, times in self._partial_sums(units):
                 yield Call(partial, self._traffic("replicated", "all_reduce", partial, size), times)
         if stage := groups.get("stage"):
-            yield Call(stage, self._sum("replicated", plan.tiers[-1].name, averaged_bytes(units), len(stage)))
+            yield Call(stage, self._sum("replicated", stage, averaged_bytes(units)))
         if pair := groups.get("tied"):
             embedding = next(unit for unit in units if unit.spec.name == "embedding")
-            yield Call(pair, self._sum("replicated", tier_between(plan.tiers, *pair), tied_bytes(embedding), 2))
+            yield Call(pair, self._sum("replicated", pair, tied_bytes(embedding)))
 
     def scalars(self, logged: bool = False) -> Iterator[Call]:
         """Yield the sum of the step's numbers over all ranks, in fp64. logged: whether it has each rank's seconds."""
-        world = self.plan.grid.world
-        if world > 1:
-            size = 8 * (SCALARS + (world if logged else 0))
-            yield Call(tuple(range(world)), self._sum("scalars", self.plan.tiers[-1].name, size, world))
+        everyone = tuple(range(self.plan.grid.world))
+        if len(everyone) > 1:
+            size = 8 * (SCALARS + (len(everyone) if logged else 0))
+            yield Call(everyone, self._sum("scalars", everyone, size))
 
     @cached_property
     def _issues(self) -> list[tuple[Gather | Reduce, int]]:
@@ -124,11 +125,9 @@ class StepCalls:
 
     def _replicated_updates(self, unit: UnitTraffic) -> Iterator[Call]:
         """Yield the sums that update TP-replicated parameters, which are not packed."""
-        for lane, level in unit.replicated_lanes:
-            yield Call(
-                lane_members(self.plan.grid, self.rank, unit.placement, lane),
-                self._sum("update", level.tier, unit.replicated_bytes, level.radix),
-            )
+        for lane, _ in unit.replicated_lanes:
+            ranks = lane_members(self.plan.grid, self.rank, unit.placement, lane)
+            yield Call(ranks, self._sum("update", ranks, unit.replicated_bytes))
 
     def _partial_sums(self, units: Sequence[UnitTraffic]) -> Iterator[tuple[int, int]]:
         """Yield the bytes of the sums of TP-replicated gradients, of which each tensor-parallel rank has a part, and
@@ -172,10 +171,14 @@ class StepCalls:
         return found
 
     def _traffic(self, purpose: str, op: str, group: Sequence[int], size: int) -> Traffic:
-        tier, ranks = tier_between(self.plan.tiers, min(group), max(group)), len(group)
         if op == "all_reduce":
-            return self._sum(purpose, tier, size, ranks)
-        return Traffic(purpose, op, tier, size, size // ranks * (ranks - 1), packed=False)
+            return self._sum(purpose, group, size)
+        ranks = len(group)
+        return Traffic(purpose, op, self._tier(group), size, size // ranks * (ranks - 1), packed=False)
 
-    def _sum(self, purpose: str, tier: str, size: int, ranks: int) -> Traffic:
-        return Traffic(purpose, "all_reduce", tier, size, 2 * size * (ranks - 1) // ranks, packed=False)
+    def _sum(self, purpose: str, group: Sequence[int], size: int) -> Traffic:
+        ranks = len(group)
+        return Traffic(purpose, "all_reduce", self._tier(group), size, 2 * size * (ranks - 1) // ranks, packed=False)
+
+    def _tier(self, group: Sequence[int]) -> str:
+        return tier_between(self.plan.tiers, min(group), max(group))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from llmtrain.cluster.memory import stated_memory
-from llmtrain.cluster.tiers import tier_between
 from llmtrain.plan.degrees import ZeroSettings
 from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.roles import roles
@@ -79,6 +78,5 @@ def gather_bytes(plan: Plan) -> tuple[int, ...]:
     for role in roles(plan):
         for call in StepCalls(plan, role.rank, programs(role.rank)).sharding():
             if call.traffic.purpose in ("weights", "secondary"):
-                tier = tier_between(plan.tiers, min(call.ranks), max(call.ranks))
-                sent[tier] += call.times * call.traffic.sent * role.ranks
+                sent[call.traffic.tier] += call.times * call.traffic.sent * role.ranks
     return tuple(sent.values())

@@ -53,7 +53,7 @@ def tables(found: Described) -> Iterator[Table | str]:
     yield table(
         ("tier", "ranks", "bandwidth", "latency"),
         [
-            (_names(tier), tier["ranks"], _known(tier["bandwidth"], units.rate), _known(tier["latency"], units.seconds))
+            (_names(tier), _ranks(tier), _known(tier["bandwidth"], units.rate), _known(tier["latency"], units.seconds))
             for tier in found["tiers"]
         ],
     )
@@ -97,7 +97,7 @@ def _lies(cluster: Cluster | None, tiers: Sequence[Tier], group: Sequence[int]) 
     """Return the smallest place that has all ranks of the group."""
     if len(group) == 1:
         return "alone"
-    within = next(tier for tier in tiers if group[0] // tier.ranks == group[-1] // tier.ranks)
+    within = next(tier for tier in tiers if tier.group(group[0]) == tier.group(group[-1]))
     if cluster is None or within.ranks < cluster.node.ranks:
         return f"inside a {within.name}" if within.ranks < tiers[-1].ranks else "on one machine"
     nodes, clusters = nodes_of(cluster, group), clusters_of(cluster, group)
@@ -131,6 +131,11 @@ def _rows(found: Described) -> Iterator[Sequence[Any]]:
 
 def _names(tier: Described) -> str:
     return ", ".join((*tier["aliases"], tier["name"]))
+
+
+def _ranks(tier: Described) -> str:
+    """Return the ranks of the tier's groups."""
+    return ", ".join(map(str, tier["sizes"] or [tier["ranks"]]))
 
 
 def _cards(cards: Sequence[Described]) -> str:
