@@ -55,7 +55,9 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "two-sites", "parallel.pipeline=2", "parallel.tensor=4")
     assert "32 ranks on two-sites, 8 on each node" in text
     for cells in (
-        ("node", "8", "300 GB/s", "-"),
+        ("node", "8", "300 GB/s per rank", "-"),
+        ("cluster", "16", "25.0 GB/s per node", "-"),
+        ("all", "32", "3.12 GB/s per node", "-"),
         ("roce", "2", "16-31"),
         ("tensor", "4", "8", "inside a node", "-", "0-3"),
     ):
@@ -75,6 +77,22 @@ def test_clusters_of_unequal_size(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("cluster", 2, [4, 2]),
         ("all", 6, []),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (64, {"die": (200e9, "rank"), "node": (50e9, "rank"), "all": (100e9, "node")}),
+        # In a single node, all ranks have the links of the node.
+        (8, {"die": (200e9, "rank"), "all": (50e9, "rank")}),
+    ],
+)
+def test_whose_bandwidth_it_is(
+    ranks: int, expected: dict[str, tuple[float, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = described(capsys, "frontier", "--ranks", str(ranks))
+    for tiers in (found["tiers"], found["axes"]["data"]["tiers"]):
+        assert {tier["name"]: (tier["bandwidth"], tier["bandwidth_per"]) for tier in tiers} == expected
 
 
 def test_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

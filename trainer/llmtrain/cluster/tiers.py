@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd
+from typing import Literal
 
 from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.layout import Axis, Layout
@@ -21,7 +22,7 @@ Figures = tuple[float | None, float | None]
 class Tier:
     """Aligned groups of `ranks` consecutive ranks, between which links are at least this fast.
 
-    bandwidth: bytes per second in one direction, per rank inside a node, and per node between nodes; None if unknown.
+    bandwidth: bytes per second in one direction of what `per` says; None if unknown.
     latency: seconds of one message; None if unknown. aliases: names of smaller tiers with the same number of ranks.
     sizes: the ranks of each group of the tier, in order, if they differ; empty if each group has `ranks`. The aligned
     groups are parts of those groups.
@@ -33,6 +34,13 @@ class Tier:
     latency: float | None = None
     aliases: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+
+    @property
+    def per(self) -> Literal["rank", "node"]:
+        """Of what the bandwidth is: inside a node, of each rank; between nodes, of the cards that a node's ranks
+        share."""
+        # The figures are those of the smallest tier that was merged.
+        return "node" if (*self.aliases, self.name)[0] in ("cluster", "all") else "rank"
 
     def group(self, rank: int) -> int:
         """Return the number of the tier's group that `rank` is in."""

@@ -21,8 +21,8 @@ Described = dict[str, Any]
 
 
 def describe(topology: RankTopology) -> Described:
-    """Return the cluster and the groups of ranks on it as plain data. Tiers have rates in bytes per second and times in
-    seconds; network cards have theirs as text with units.
+    """Return the cluster and the groups of ranks on it as plain data. Tiers have rates in bytes per second, of a rank
+    or of a node, and times in seconds; network cards have theirs as text with units.
 
     Each group has its ranks, where they are, and the network card of its first rank (None: the backend chooses).
     """
@@ -31,7 +31,7 @@ def describe(topology: RankTopology) -> Described:
         "name": cluster.name if cluster else None,
         "ranks": layout.world,
         "ranks_per_node": cluster.node.ranks if cluster else None,
-        "tiers": [asdict(tier) for tier in tiers],
+        "tiers": [_tier(tier) for tier in tiers],
         "clusters": list(_clusters(cluster, layout.world)) if cluster else [],
         "between": asdict(cluster.between) if cluster and cluster.between else None,
         "order": "-".join(axis.value for axis in layout.degrees),
@@ -53,7 +53,7 @@ def tables(found: Described) -> Iterator[Table | str]:
     yield table(
         ("tier", "ranks", "bandwidth", "latency"),
         [
-            (_names(tier), _ranks(tier), _known(tier["bandwidth"], units.rate), _known(tier["latency"], units.seconds))
+            (_names(tier), _ranks(tier), _bandwidth(tier), _known(tier["latency"], units.seconds))
             for tier in found["tiers"]
         ],
     )
@@ -74,6 +74,10 @@ def tables(found: Described) -> Iterator[Table | str]:
     yield from found["advice"]
 
 
+def _tier(tier: Tier) -> Described:
+    return asdict(tier) | {"bandwidth_per": tier.per}
+
+
 def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: Axis) -> Described:
     groups = layout.groups(axis)
     cards = cards_of(cluster, groups)
@@ -81,7 +85,7 @@ def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: 
     shown = {id(card): asdict(card) for card in cards if card}
     return {
         "degree": layout.degrees[axis],
-        "tiers": [asdict(tier) for tier in axis_tiers(tiers, layout, axis)],
+        "tiers": [_tier(tier) for tier in axis_tiers(tiers, layout, axis)],
         "groups": [
             {
                 "ranks": group,
@@ -136,6 +140,10 @@ def _names(tier: Described) -> str:
 def _ranks(tier: Described) -> str:
     """Return the ranks of the tier's groups."""
     return ", ".join(map(str, tier["sizes"] or [tier["ranks"]]))
+
+
+def _bandwidth(tier: Described) -> str:
+    return _known(tier["bandwidth"], lambda rate: f"{units.rate(rate)} per {tier['bandwidth_per']}")
 
 
 def _cards(cards: Sequence[Described]) -> str:
