@@ -240,7 +240,7 @@ def test_a_process_s_own_memory() -> None:
 KEYS = {
     "name": str, "parameters": int, "ranks": int, "grid": dict, "device": str, "accelerator": str, "batch": dict,
     "memory": dict, "sent": list, "least_seconds": dict, "step_threads": type(None), "volumes": list, "moved": dict,
-    "lanes": list, "played": type(None), "save": dict, "unknown_rates": list,
+    "lanes": list, "wires": list, "played": type(None), "save": dict, "unknown_rates": list,
     "problem": type(None), "advice": list, "auto": list,
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Literal
 from llmtrain.cluster.description import Cluster, Nic, NodeGroup, NodeTier
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.quantity import quantity
-from llmtrain.cluster.topology import clusters_of, node_of
+from llmtrain.cluster.topology import cluster_of, clusters_of, node_of
 from llmtrain.errors import BadInputError
 
 # Bandwidth in bytes per second and latency in seconds; None if unknown.
@@ -117,6 +117,16 @@ def link(cluster: Cluster, one: int, other: int) -> Figures:
     if len(groups) > 1 and cluster.between is not None:
         return _figures(cluster.between)
     return _slowest([_through_all_cards(group) for group in groups])
+
+
+def rate_from(cluster: Cluster, tier: Tier, rank: int) -> float | None:
+    """Return the rate, in bytes per second, of the links of a tier from `rank`, or from its node; None if the
+    description does not state it."""
+    if tier.per == "rank":
+        return tier.bandwidth
+    if len(cluster.clusters) > 1 and tier.name == "all" and cluster.between is not None:
+        return _figures(cluster.between)[0]
+    return _through_all_cards(cluster.clusters[cluster_of(cluster, rank)])[0] if cluster.clusters else None
 
 
 def tier_ranks(tiers: Sequence[Tier], name: str) -> int:

@@ -1,6 +1,6 @@
 """The instructions of a step's program, as pure data. No torch in here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -138,6 +138,17 @@ class Program:
         """Everything that is issued, in order."""
         yield from self.start
         yield from (issue for one in self.passes for point in one.points for issue in point.issues)
+
+    @cached_property
+    def issue_counts(self) -> Sequence[tuple[Gather | Reduce, int]]:
+        """The gathers and reductions: one of each kind that sends the same, and how many there are."""
+        same: dict[Hashable, list[Gather | Reduce]] = {}
+        for issue in self.issues:
+            if isinstance(issue, Gather):
+                same.setdefault((issue.unit, issue.secondary), []).append(issue)
+            elif isinstance(issue, Reduce):
+                same.setdefault((issue.unit, issue.offset is None, issue.last), []).append(issue)
+        return [(found[0], len(found)) for found in same.values()]
 
     @cached_property
     def by_action(self) -> Mapping[Action, Pass]:

@@ -1,7 +1,7 @@
 """Every collective and message of one optimizer step of a rank, from its plan alone. No torch in here."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,12 +11,13 @@ from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes
 from llmtrain.plan.per_rank.replica_groups import replica_groups
 from llmtrain.plan.pipeline.actions import Kind, hands_back_first
+from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
-from llmtrain.plan.program.instructions import Gather, Reduce
+from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.program.pools import averaged_bytes, tied_bytes
 from llmtrain.plan.program.tensor_calls import Sized, TensorCalls
-from llmtrain.plan.program.transfers import UnitTraffic, lane_members, unit_traffic
+from llmtrain.plan.program.transfers import Lane, UnitTraffic, lane_members, unit_traffic
 from llmtrain.plan.traffic import Traffic
 
 SCALARS = 3
@@ -53,13 +54,18 @@ class StepCalls:
         """Yield the gathers and reductions of model states, and the updates after the step."""
         units = self._units
         by_name = {unit.spec.name: unit for unit in units}
-        issued = [(transfer, times) for issue, times in self._issues for transfer in by_name[issue.unit].of(issue)]
+        issues = self.programs.step.issue_counts
+        issued = [(transfer, times) for issue, times in issues for transfer in by_name[issue.unit].of(issue)]
         updates = [(transfer, 1) for unit in units for transfer in unit.update()]
+        members: dict[tuple[Placement, Lane], tuple[tuple[int, ...], str]] = {}
         for transfer, times in (*issued, *updates):
-            placement = by_name[transfer.unit].placement
-            ranks = lane_members(self.plan.grid, self.rank, placement, transfer.lane)
-            # A level's tier is one along the axes of its placement, and the same for all its groups.
-            yield Call(ranks, replace(transfer.traffic, tier=self._tier(ranks)), times)
+            lane = by_name[transfer.unit].placement, transfer.lane
+            if lane not in members:
+                ranks = lane_members(self.plan.grid, self.rank, *lane)
+                # A level's tier is one along the axes of its placement, and the same for all its groups.
+                members[lane] = ranks, self._tier(ranks)
+            ranks, tier = members[lane]
+            yield Call(ranks, replace(transfer.traffic, tier=tier), times)
         for unit in units:
             yield from self._replicated_updates(unit)
 
@@ -109,17 +115,6 @@ class StepCalls:
             yield Call(everyone, self._sum("scalars", everyone, size))
 
     @cached_property
-    def _issues(self) -> list[tuple[Gather | Reduce, int]]:
-        """The program's gathers and reductions: one of each kind that sends the same, and how many there are."""
-        same: dict[Hashable, list[Gather | Reduce]] = {}
-        for issue in self.programs.step.issues:
-            if isinstance(issue, Gather):
-                same.setdefault((issue.unit, issue.secondary), []).append(issue)
-            elif isinstance(issue, Reduce):
-                same.setdefault((issue.unit, issue.offset is None, issue.last), []).append(issue)
-        return [(found[0], len(found)) for found in same.values()]
-
-    @cached_property
     def _units(self) -> list[UnitTraffic]:
         return unit_traffic(self.plan, self.rank)
 
@@ -134,7 +129,7 @@ class StepCalls:
         how often."""
         by_name = {unit.spec.name: unit for unit in units}
         sums: list[tuple[UnitSpec, int, int]] = []
-        for issue, times in self._issues:
+        for issue, times in self.programs.step.issue_counts:
             if isinstance(issue, Reduce):
                 unit = by_name[issue.unit]
                 element_bytes = unit.reduced_bytes(issue.offset is not None, self.programs.spec.sums_runs)

@@ -10,6 +10,7 @@ from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, volume_paths
 from llmtrain.plan.cost.least_time import LeastTime, compute_peak
 from llmtrain.plan.cost.save_hold import SaveHold
 from llmtrain.plan.cost.simulated_step import SimulatedStep
+from llmtrain.plan.cost.wire_times import WireTime
 from llmtrain.plan.flops import lack_of_bf16
 from llmtrain.plan.plan import Plan
 
@@ -42,6 +43,17 @@ def least_rows(least: LeastTime, plan: Plan, host: bool) -> Iterator[tuple[str, 
     for name, value, why in known:
         if value is not None:
             yield name, f"at least {units.seconds(value)}, {why}"
+
+
+def wire_rows(wires: Sequence[WireTime]) -> Iterator[tuple[str, str]]:
+    """Yield (name, words) for the least time of each tier's links."""
+    for one in wires:
+        sender = f"rank {one.rank} sends" if one.per == "rank" else f"the node of rank {one.rank} sends"
+        yield (
+            f"wire of {one.tier}",
+            f"at least {units.seconds(one.seconds)} on the wire, for {units.size(one.nbytes)} that {sender} at "
+            f"{units.rate(one.rate)}",
+        )
 
 
 def simulated_rows(simulated: SimulatedStep | None, found: Sequence[LaneTime]) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from llmtrain.plan.cost.save_hold import SaveHold, save_hold
 from llmtrain.plan.cost.simulated_step import SimulatedStep, rank_computation, simulated_step
 from llmtrain.plan.cost.step_traffic import RoleTraffic, step_traffic
 from llmtrain.plan.cost.volume_traffic import Moved, moved_of
+from llmtrain.plan.cost.wire_times import WireTime, wire_times
 from llmtrain.plan.memory.memory_budget import Budget, RoleMemory, memory_budget
 from llmtrain.plan.per_rank.near_volumes import VolumeShare, volume_shares
 from llmtrain.plan.plan import Plan
@@ -29,14 +30,15 @@ class PlanView:
     """A plan and what it takes. problem: why it does not fit the stated memory, None if it does. auto: one line for
     each decision. advice: sentences on settings that are likely mistakes. moved: bytes that the rank with most files
     reads from and writes to volumes in a step. lane_times: least times of the lanes that move offloaded states and
-    activations. simulated: the step of that rank, simulated; None if no optimizer states leave. save: how long a
-    checkpoint holds it up."""
+    activations. wires: least times of the links between ranks. simulated: the step of the rank with most files,
+    simulated; None if no optimizer states leave. save: how long a checkpoint holds it up."""
 
     plan: Plan
     budget: Budget
     traffic: Sequence[RoleTraffic]
     moved: Mapping[str, Moved]
     lane_times: Sequence[LaneTime]
+    wires: Sequence[WireTime]
     simulated: SimulatedStep | None
     save: SaveHold | None
     least: LeastTime
@@ -77,6 +79,7 @@ class PlanView:
             "sent": [_traffic(row) for row in self.traffic],
             "moved": {"rank": most_offloaded(budget).role.rank, "volumes": self.moved},
             "lanes": [one.as_data() for one in self.lane_times],
+            "wires": [one.as_data() for one in self.wires],
             "played": None if self.simulated is None else self.simulated.as_data(),
             "save": None if self.save is None else {**asdict(self.save), "held": self.save.held},
             "unknown_rates": unknown_rates(plan, self.lane_times, self.simulated),
@@ -103,13 +106,15 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, programs), moved_of(plan, programs)
     found, role = lane_times(plan, programs, moved), most_offloaded(budget).role
+    traffic = step_traffic(plan, programs)
     simulated, computation = simulated_step(plan, role.rank, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
         budget=budget,
-        traffic=step_traffic(plan, programs),
+        traffic=traffic,
         moved=moved(role.rank),
         lane_times=found if simulated is not None or any(lane.name != CPU for lane in found) else (),
+        wires=wire_times(plan, programs, traffic),
         simulated=simulated,
         save=save_hold(plan, role, None if computation is None else computation.seconds),
         least=least_time(plan, found),

@@ -21,6 +21,7 @@ from llmtrain.plan.views.times_shown import (
     least_rows,
     simulated_rows,
     unknown_rates,
+    wire_rows,
 )
 from llmtrain.plan.views.view import PlanView, layers_of, most_offloaded
 
@@ -189,6 +190,7 @@ def _times(view: PlanView) -> Iterator[tuple[str, str]]:
         moved = units.size(most.activations_moved)
         yield "offload", f"{moved} of activations leave rank {most.role.rank} in a step, and come back"
     yield from least_rows(view.least, view.plan, host=not view.lane_times)
+    yield from wire_rows(view.wires)
     yield from simulated_rows(view.simulated, view.lane_times)
     yield from hold_rows(view.save)
     for sentence in unknown_rates(view.plan, view.lane_times, view.simulated):
