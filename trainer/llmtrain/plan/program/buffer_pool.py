@@ -21,10 +21,7 @@ class BufferPool:
 
     def fits(self, size: int) -> bool:
         """Whether a gap has room for a buffer of `size` elements."""
-        for start, end in self._gaps:
-            if end - start >= size:
-                return True
-        return False
+        return any(end - start >= size for start, end in self._gaps)
 
     def take(self, size: int, low: bool) -> int:
         """Return the offset of a buffer of `size` elements: in the lowest gap that has room for it, or in the highest.
