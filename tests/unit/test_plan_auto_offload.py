@@ -8,6 +8,7 @@ from llmtrain.plan.cost.volume_traffic import moved_of
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
+from llmtrain.plan.resolve.check import advice
 from llmtrain.plan.resolve.described import described_run
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
@@ -62,6 +63,22 @@ def test_sums_of_gradients_stay_where_they_fit() -> None:
         return str(record["offload"]["gradients"])
 
     assert (on("1.2GB"), on("3GB")) == ("host", "none")
+
+
+@pytest.mark.parametrize(
+    ("memory", "keys", "moved"),
+    [
+        ("1.2GB", (), "gradients"),
+        ("3GB", (), None),
+        ("3GB", ("zero.resident=0",), "weights"),
+        ("1.2GB", ("pipeline.schedule=breadth-first",), None),
+        ("1.2GB", ("train.global_batch=2",), None),
+    ],
+)
+def test_what_moves_for_each_microbatch_is_said(memory: str, keys: tuple[str, ...], moved: str | None) -> None:
+    recipe, facts = described_run("recipe.yaml", (f"cluster.accelerator.memory={memory}", *keys), 1)
+    found = [one for one in advice(recipe, make_plan(recipe, facts)) if "move for each" in one]
+    assert [one.partition(" move for each of the 16")[0] for one in found] == ([f"offloaded {moved}"] if moved else [])
 
 
 def test_a_record_makes_the_same_plan() -> None:

@@ -21,6 +21,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import lack_of_bf16
 from llmtrain.plan.offload import Offload
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.gradient_dtype import gradient_dtype_problem
@@ -29,6 +30,9 @@ from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.other_words import VALUES, unsupported
 from llmtrain.recipe.schema import Recipe, TrainConfig
 from llmtrain.yaml.near_folder import near_folder
+
+# The fewest microbatches of a step that are many.
+MANY = 4
 
 
 def check_given(recipe: Recipe) -> None:
@@ -159,6 +163,7 @@ def advice(recipe: Recipe, plan: Plan) -> list[str]:
         warning = schedule_warning(plan.pipeline.name, *sizes, schedule.hands_back, plan.pipeline.limit)
         found += [] if warning is None else [warning]
     found += _breadth_first(plan)
+    found += _moved_often(plan)
     found += _absolute_min_lr(plan)
     found += _emulated(plan)
     return [*found, *_unused(recipe, plan), *_without_effect(plan), *_idle_keys(recipe, plan)]
@@ -194,6 +199,23 @@ def _breadth_first(plan: Plan) -> Iterator[str]:
         yield (
             f"pipeline.schedule is breadth-first, so that the activations of all {microbatches} microbatches stay; "
             "set activation_checkpointing to full to keep only the inputs of layers"
+        )
+
+
+def _moved_often(plan: Plan) -> Iterator[str]:
+    """Yield a sentence about offloaded weights or gradients that move for each of many microbatches."""
+    placements, microbatches = plan.sharding.placements, plan.batch.microbatches
+    if plan.pipeline.name != "1f1b" or plan.pipeline.schedule.ranks > 1 or microbatches < MANY:
+        return
+    sizes = [placements[unit.name].padded(unit.numel) * plan.compute_bytes for unit in rank_units(plan, 0)]
+    weights = plan.sharding.offload.parameters != "device" and plan.sharding.resident < sum(sizes)
+    gradients = any(placement.moves_gradients for placement in placements.values())
+    if weights or gradients:
+        what = " and ".join(["weights"] * weights + ["gradients"] * gradients)
+        yield (
+            f"offloaded {what} move for each of the {microbatches} microbatches of a step; "
+            "pipeline.schedule=breadth-first moves them once, and keeps the inputs of layers of all microbatches, on "
+            "the host with offload.activations=host"
         )
 
 
