@@ -78,23 +78,23 @@ def _check_prepared_with_tokenizer(recipe: Recipe) -> None:
     key, folder, hf = "data.tokenizer", recipe.data.tokenizer, recipe.model.hf
     if folder is None and hf is not None and Path(hf, "tokenizer.json").is_file():
         key, folder = "model.hf", hf
-    known = dict(_recorded(recipe))
+    known = list(_recorded(recipe))
     if folder is None or not known:
         return
     own = tokenizer_identity(folder)
-    for prefix, recorded in known.items():
+    for path, prefix, recorded in known:
         if recorded != own:
             raise BadInputError(
-                f"{key} is {folder}, but the set {prefix} was prepared with another tokenizer; set "
+                f"{key} is {folder}, but the set {prefix} of data.{path} was prepared with another tokenizer; set "
                 f"data.tokenizer to the one that prepared it, or prepare its texts again with {folder}"
             )
 
 
-def _recorded(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """Yield each set that records which tokenizer prepared it, with that tokenizer's identity."""
-    for _, prefix in recipe.data.sets():
+def _recorded(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
+    """Yield each set that records which tokenizer prepared it, after its key, with that tokenizer's identity."""
+    for key, prefix in recipe.data.sets():
         # Opening the data reports damaged checksums.
         with suppress(DataError):
             checksums = read_checksums(prefix)
             if checksums is not None and checksums.encoding is not None:
-                yield prefix, checksums.encoding.tokenizer
+                yield key, prefix, checksums.encoding.tokenizer
