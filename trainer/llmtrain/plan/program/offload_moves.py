@@ -72,12 +72,12 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
     copied between the host and the device."""
     offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
     places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
-    in_files = offload.tier == "nvme"
+    in_files, gradient_bytes = offload.tier == "nvme", plan.gradient_bytes
     files = striped([one.nbytes for one in buckets], offload.weights) if in_files else repeat(())
     for bucket, parts in zip(buckets, files, strict=False):
         numel, placement = bucket.numel, plan.sharding.placements[bucket.unit]
         brought = placement.moves_gradients
-        weight, states, gradient = plan.compute_bytes * numel, 4 * bucket.states * numel, plan.gradient_bytes * numel
+        weight, states, gradient = plan.compute_bytes * numel, 4 * bucket.states * numel, gradient_bytes * numel
         if offload.on_device:
             # A device that steps writes its weights itself, but those of a step ahead wait on the host.
             moved = (states + gradient * brought, states, states + weight, weight)

@@ -86,7 +86,8 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     all_leave = _plan(replace(recipe, zero=zero, offload=replace(given, share=1.0)), facts)
     share = least_share(all_leave)
     least = _plan(replace(recipe, offload=replace(given, share=share)), facts)
-    if given.parameters == "none" or recipe.zero.resident != "auto" or share == 1.0:
+    once = least.pipeline.name == "breadth-first" or least.batch.microbatches == 1
+    if given.parameters == "none" or recipe.zero.resident != "auto" or share == 1.0 or once:
         return least
     # Offloaded weights come back for each microbatch, so memory may serve them better than optimizer states.
     filled = _plan(replace(recipe, offload=replace(given, share=1.0)), facts)
