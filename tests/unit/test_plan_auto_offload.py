@@ -81,6 +81,16 @@ def test_what_moves_for_each_microbatch_is_said(memory: str, keys: tuple[str, ..
     assert [one.partition(" move for each of the 16")[0] for one in found] == ([f"offloaded {moved}"] if moved else [])
 
 
+def test_nothing_moves_to_the_memory_that_computes() -> None:
+    """A CPU's memory is the host's; files are elsewhere there too."""
+    for tier, moves in (("host", False), ("nvme", True)):
+        keys = (f"offload.optimizer={tier}", f"offload.parameters={tier}", "offload.paths=[]", "zero.resident=0")
+        cluster = ("cluster.accelerator=null", "cluster.node.nvme=[{path: /scratch}]")
+        recipe, facts = described_run("recipe.yaml", (*keys, *cluster), 1)
+        assert facts.device == "cpu"
+        assert any("move for each" in one for one in advice(recipe, make_plan(recipe, facts))) is moves
+
+
 def test_a_record_makes_the_same_plan() -> None:
     plan = made("cluster.accelerator.memory=2.6GB")
     Path("again.yaml").write_text(to_yaml(plan.record))

@@ -208,8 +208,10 @@ def _moved_often(plan: Plan) -> Iterator[str]:
     if plan.pipeline.name != "1f1b" or plan.pipeline.schedule.ranks > 1 or microbatches < MANY:
         return
     sizes = [placements[unit.name].padded(unit.numel) * plan.compute_bytes for unit in rank_units(plan, 0)]
-    weights = plan.sharding.offload.parameters != "device" and plan.sharding.resident < sum(sizes)
-    gradients = any(placement.moves_gradients for placement in placements.values())
+    # A CPU's memory is the host's.
+    elsewhere = ("nvme",) if plan.device == "cpu" else ("host", "nvme")
+    weights = plan.sharding.offload.parameters in elsewhere and plan.sharding.resident < sum(sizes)
+    gradients = any(placement.gradients_on in elsewhere for placement in placements.values())
     if weights or gradients:
         what = " and ".join(["weights"] * weights + ["gradients"] * gradients)
         yield (
