@@ -7,6 +7,7 @@ ends and tabs stay.
 import json
 import os
 import re
+import stat
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,14 @@ def show_cursor() -> None:
     """Show the terminal's cursor, which a live line hides, before the process ends without ending the line."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
+
+
+def leave_terminal() -> None:
+    """Discard what is printed to a terminal from now on: it was closed, and writes to it fail."""
+    for stream in (sys.stdout, sys.stderr):
+        # A closed terminal no longer says that it is one.
+        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+            _discard(stream)
 
 
 def _discard(stream: IO[str]) -> None:

@@ -1,5 +1,6 @@
 """`llmtrain run` on the command line: the same curve on any number of ranks, also after kills and stops."""
 
+import fcntl
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +120,29 @@ def interrupt(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves_first(ranks: int, recipe: Path) -> None:
+    """With nohup, which ignores the signal, it goes on."""
+    folder = recipe.parent / "runs" / "tiny"
+    for ignored in (True, False):
+        ours, terminal = os.openpty()
+        process = subprocess.Popen(
+            [*(["nohup"] if ignored else []), *command(recipe, "--nproc", str(ranks), "train.steps=100000")],
+            stdin=terminal, stdout=terminal, stderr=terminal, text=True, env=environment(), start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), cwd=recipe.parent,
+        )  # fmt: skip
+        os.close(terminal)
+        logged = last_step(folder)
+        wait_for(lambda logged=logged: last_step(folder) > logged + 2, process)
+        os.close(ours)
+        if ignored:
+            after = last_step(folder)
+            wait_for(lambda after=after: last_step(folder) > after + 10, process)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 75
+        assert rows(folder)[-1]["outcome"] == "stopped"
 
 
 def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:

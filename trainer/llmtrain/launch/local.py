@@ -12,7 +12,7 @@ from types import FrameType
 
 import psutil
 from llmtrain_data import units
-from llmtrain_data.output import say
+from llmtrain_data.output import leave_terminal, say
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -31,7 +31,7 @@ from llmtrain.errors import (
     RunFailedError,
 )
 from llmtrain.launch.monitor import Monitor
-from llmtrain.launch.stop import STOP_SIGNALS, STOPPED_EARLY
+from llmtrain.launch.stop import STOPPED_EARLY, stop_signals
 
 # How long torch's agent waits for the other ranks once one has ended, in seconds.
 GRACE = 30
@@ -90,17 +90,19 @@ class _NoLogs(LogsSpecs):
 
 
 class _Signals:
-    """Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end; a second SIGINT ends them immediately.
+    """Forwards stop signals to the ranks, which save and end; a second SIGINT ends them immediately.
     asked: whether a signal has arrived. interrupts: the number of SIGINTs."""
 
     def __init__(self) -> None:
         self.asked, self.interrupts = False, 0
-        os.environ[STOP_SIGNAL] = ""
-        for number in STOP_SIGNALS:
+        os.environ[STOP_SIGNAL], self._heeded = "", stop_signals()
+        for number in self._heeded:
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
+        if number == signal.SIGHUP:
+            leave_terminal()
         self.interrupts += number == signal.SIGINT
         # Ranks that start later read it. A rank whose environment was copied just before misses it, and the agent
         # ends it with the others.
@@ -110,14 +112,14 @@ class _Signals:
 
     def ignore(self) -> None:
         """Ignore further signals while this process ends: they would change its exit code."""
-        for number in STOP_SIGNALS:
+        for number in self._heeded:
             signal.signal(number, signal.SIG_IGN)
 
 
 def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = None) -> None:
     """Run `python -m llmtrain ARGUMENTS` as `ranks` ranks on this machine, and return when all have succeeded.
 
-    Forwards SIGINT, SIGTERM and SIGUSR1 to the ranks, which save and end. Raises SystemExit with the exit code of the
+    Forwards stop signals to the ranks, which save and end. Raises SystemExit with the exit code of the
     first rank that failed, RunFailedError if that rank was killed or hung and no restart is left, and KeyboardInterrupt
     if SIGINT came before there was anything to save, or a second one before the save was complete.
     """
@@ -204,7 +206,7 @@ def _stopped(failures: list[ProcessFailure], first: ProcessFailure, asked: bool)
     if codes & {EXIT_INTERRUPTED, -signal.SIGINT}:
         return _End(None, code=EXIT_INTERRUPTED)
     # A stop signal kills a rank that is still starting. SIGTERM may also come from the agent.
-    if -signal.SIGUSR1 in codes or (asked and first.exitcode == -signal.SIGTERM):
+    if codes & {-signal.SIGUSR1, -signal.SIGHUP} or (asked and first.exitcode == -signal.SIGTERM):
         return _End(None, STOPPED_EARLY, EXIT_PREEMPTED)
     return None
 

@@ -7,13 +7,14 @@ import threading
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from llmtrain_data.output import say, show_cursor
+from llmtrain_data.output import leave_terminal, say, show_cursor
 
 from llmtrain.comm.environment import LAUNCHER_PID
 from llmtrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
-# These ask a run to stop: Ctrl-C, a scheduler's or user's kill, and Slurm's warning before a job's end.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# These ask a run to stop: Ctrl-C, a scheduler's or user's kill, Slurm's warning before a job's end, and the end of the
+# terminal.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Variables in which launchers give a process its rank.
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 # The message if the run has not begun to train.
@@ -25,7 +26,7 @@ _OVER = b"\0"
 
 
 class StopRequest:
-    """In a `with` block, takes SIGINT, SIGTERM and SIGUSR1 as requests to stop. A second SIGINT stops immediately.
+    """In a `with` block, takes each of STOP_SIGNALS as a request to stop. A second SIGINT stops immediately.
 
     asked: whether a request has arrived; interrupted: whether it was a SIGINT. agreed: whether ranks have agreed that
     one was asked; `interrupted` is then the same on all of them. A thread notes both immediately, because
@@ -51,7 +52,7 @@ class StopRequest:
         os.set_blocking(self._arrived[1], False)
         self._watch.start()
         signal.set_wakeup_fd(self._arrived[1], warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
+        self._before = {number: signal.signal(number, self._ask) for number in stop_signals()}
         return self
 
     def __exit__(
@@ -87,6 +88,8 @@ class StopRequest:
         interrupts = 0
         while _OVER not in (arrived := os.read(self._arrived[0], 4096)):
             self.asked = True
+            if signal.SIGHUP in arrived:
+                leave_terminal()
             interrupts += arrived.count(signal.SIGINT)
             self.interrupted = interrupts > 0
             if interrupts > 1 and not self._twice:
@@ -98,12 +101,17 @@ class StopRequest:
                     _end(signal.SIGINT, None)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process heeds: with `nohup` the end of the terminal is ignored."""
+    return [number for number in STOP_SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+
+
 def end_early() -> None:
     """End this process immediately on a stop signal, until `restore_handlers`: it has nothing to save yet, and an
     import may swallow an exception. In ranks that `llmtrain run` started, does nothing: their launcher handles the
     signal."""
     if LAUNCHER_PID not in os.environ:
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, _end)
 
 
