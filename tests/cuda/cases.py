@@ -36,7 +36,7 @@ def _stage(number: int) -> str:
 
 
 INT8, SECOND, INT4 = "quantize.weights=int8", "quantize.secondary=int8", "quantize.gradients=int4"
-FP32, FP16 = "precision.compute=fp32", "precision.compute=fp16"
+FP32, FP16, WIDE = "precision.compute=fp32", "precision.compute=fp16", "precision.reduce=fp32"
 TIED, LLAMA, NEOX = "model.tie_embeddings=true", "model.family=llama", "model.family=neox"
 UNTIED, RECOMPUTED, SEQUENCE = "model.tie_embeddings=false", "activation_checkpointing=full", "parallel.sequence=true"
 BUCKETS = "offload.bucket=4096"
@@ -54,6 +54,8 @@ SHARDING = {
     "stage 3": Case(2, (_stage(3),)),
     "stage 3, fp32": Case(2, (_stage(3), FP32)),
     "stage 1, fp16": Case(2, (_stage(1), FP16)),
+    "stage 1, sums sent in fp32": Case(2, (_stage(1), WIDE)),
+    "stage 3, 2 nodes, sums sent in fp32": Case(4, (_stage(3), WIDE), node=2),
     "stage 3, tied": Case(2, (_stage(3), TIED)),
     "stage 3, nothing resident": Case(2, (_stage(3), "zero.resident=0"), accumulation=3),
     "stage 3, logged": Case(2, (_stage(3), "logging.every=1"), waits=2),
@@ -119,6 +121,7 @@ OFFLOAD = {
     # What the first step steps ahead is discarded.
     "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6"), uncounted=1),
     "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),
+    "gradients on the host, sent in fp32": Case(4, ("zero.preset=mics", *HOST, GRADIENTS, WIDE), node=2),
     "gradients on the host, one rank": Case(1, (*WEIGHTS, *HOST, GRADIENTS)),
     "gradients on the host, 2 nodes": Case(4, ("zero.preset=mics", *HOST, GRADIENTS), node=2),
     "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),

@@ -69,7 +69,9 @@ def placement(axes: tuple[Axis, ...], cut: tuple[int, int, int]) -> Placement:
 
 def travel(spec: UnitSpec, where: Placement) -> UnitTraffic:
     """Return how a unit travels: in fp32."""
-    return UnitTraffic(spec=spec, placement=where, element_bytes=4, weights=None, secondary=None, gradients=None)
+    return UnitTraffic(
+        spec=spec, placement=where, element_bytes=4, buffered_bytes=4, weights=None, secondary=None, gradients=None
+    )
 
 
 def programs_of(units: Sequence[UnitTraffic]) -> Programs:

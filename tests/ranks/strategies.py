@@ -61,15 +61,28 @@ def cases(world: int, node: int, accumulation: int, *names: str) -> list[tuple[C
     return [(Case(world, one.keys, node=node, accumulation=accumulation), one.quantized) for one in chosen]
 
 
-BF16, NARROW = "precision.compute=bf16", "precision.gradients=compute"
+BF16, NARROW, WIDE = "precision.compute=bf16", "precision.gradients=compute", "precision.reduce=fp32"
+SEQUENCE = "parallel.sequence=true"
 # Sums of gradients in the compute dtype: whole, sharded, with copies, sliced, packed, and of tied embeddings.
 NARROW_SUMS = [
     Case(2, ("zero.stage=0", BF16, NARROW), accumulation=4),
     Case(2, ("zero.stage=3", BF16, NARROW), node=1, accumulation=4),
     Case(4, ("zero.partition={weights: 1, gradients: 2, optimizer: 2}", BF16, NARROW), node=1, accumulation=4),
-    Case(4, ("zero.stage=1", "parallel.sequence=true", BF16, NARROW), accumulation=4, tensor=2),
+    Case(4, ("zero.stage=1", SEQUENCE, BF16, NARROW), accumulation=4, tensor=2),
     Case(4, ("zero.stage=0", INT4, BF16, NARROW), accumulation=4, tensor=2),
     Case(4, ("zero.stage=1", BF16, NARROW), ("model.tie_embeddings=true",), accumulation=4, pipeline=2),
+]
+# Gradients of 16 bits that are sent in fp32: whole, sharded, over two levels, with copies, sliced, packed, tied, and of
+# runs of passes.
+WIDE_GRADIENTS = [
+    Case(2, ("zero.stage=0", BF16, WIDE), accumulation=4),
+    Case(2, ("zero.stage=3", BF16, WIDE), node=1, accumulation=4),
+    Case(4, ("zero.stage=3", "zero.secondary=2", BF16, WIDE), node=2, accumulation=4),
+    Case(4, ("zero.partition={weights: 1, gradients: 2, optimizer: 2}", BF16, WIDE), node=1, accumulation=4),
+    Case(4, ("zero.stage=2", SEQUENCE, BF16, WIDE), accumulation=4, tensor=2),
+    Case(4, ("zero.stage=0", INT4, BF16, WIDE), accumulation=4, tensor=2),
+    Case(4, ("zero.stage=1", BF16, WIDE), ("model.tie_embeddings=true",), accumulation=4, pipeline=2),
+    Case(2, ("zero.stage=3", "pipeline.schedule=breadth-first", BF16, WIDE), accumulation=4),
 ]
 
 COVERING = [

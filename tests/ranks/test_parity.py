@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks.harness import STEPS, Case, Result, Trained, worst_difference
-from tests.ranks.strategies import COVERING, NARROW, NARROW_SUMS, cases
+from tests.ranks.strategies import BF16, COVERING, INT4, NARROW, NARROW_SUMS, SEQUENCE, WIDE, WIDE_GRADIENTS, cases
 
 
 def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:
@@ -41,6 +41,20 @@ def test_sums_of_gradients_in_the_compute_dtype(case: Case, trained: Trained) ->
     difference, where = worst_difference(ours.curve, theirs.curve)
     assert 0 < difference < 1e-3, f"loss at {where} differs by {difference:.2e}"
     assert theirs.notes("state_bytes")[0][-1] > ours.notes("state_bytes")[0][-1]
+
+
+@pytest.mark.parametrize("case", [case for case in WIDE_GRADIENTS if INT4 not in case.keys], ids=str)
+def test_sums_of_gradients_sent_in_fp32(case: Case, trained: Trained) -> None:
+    """No sum is rounded. Nor is one in stage 3 within a node, which sends each microbatch's gradients as they are."""
+    keys = ("zero.stage=3", BF16, *(key for key in case.keys if key == SEQUENCE))
+    stage3 = Case(case.world, keys, case.base, accumulation=4, tensor=case.tensor, pipeline=case.pipeline)
+    ours, exact, rounded = trained(case), trained(stage3), trained(without(case, WIDE))
+    assert ours.rows[-1]["loss"] < ours.rows[0]["loss"] - 0.5
+    difference, where = worst_difference(ours.curve, exact.curve)
+    assert difference < 1e-6, f"loss at {where} differs by {difference:.2e}"
+    sent, before = (sum(one.rows[5]["comm_sent_bytes"].values()) for one in (ours, rounded))
+    difference, _ = worst_difference(rounded.curve, exact.curve)
+    assert (difference > 1e-5) == (sent > before)
 
 
 def without(case: Case, key: str) -> Case:

@@ -16,17 +16,21 @@ from llmtrain.recipe.load import load_recipe
 
 from tests.ranks.harness import Case, Trained
 from tests.ranks.strategies import COVERING as SHARDED
-from tests.ranks.strategies import INT4, NARROW_SUMS
+from tests.ranks.strategies import INT4, NARROW_SUMS, WIDE_GRADIENTS
 from tests.ranks.test_grid import COVERING as GRIDS
 from tests.ranks.test_grid import QUANTIZED, grid
 from tests.ranks.test_handed import cases
 
 HALF = "precision.compute=bf16"
-NARROW = [
-    Case(4, (keys, HALF), node=node, accumulation=2)
-    for keys in ("zero.stage=1", "zero.stage=2", "zero.stage=3", "zero.preset=mics", "zero.preset=topo")
-    for node in (1, 2, 4)
-] + NARROW_SUMS
+NARROW = (
+    [
+        Case(4, (keys, HALF), node=node, accumulation=2)
+        for keys in ("zero.stage=1", "zero.stage=2", "zero.stage=3", "zero.preset=mics", "zero.preset=topo")
+        for node in (1, 2, 4)
+    ]
+    + NARROW_SUMS
+    + WIDE_GRADIENTS
+)
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
 OFFLOAD = [
     Case(2, ("zero.stage=1", "offload.optimizer=host", "offload.share=0.3")),

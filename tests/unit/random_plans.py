@@ -64,7 +64,7 @@ class RandomPlans:
             "train.microbatch=1",
             f"train.global_batch={data * self._random.randrange(1, 10)}",
             f"precision.compute={choose(('fp32', 'bf16', 'fp16'))}",
-            f"precision.gradients={choose(('fp32', 'fp32', 'compute'))}",
+            choose(("precision.reduce=compute", "precision.reduce=fp32", "precision.gradients=compute")),
             f"parallel.tensor={tensor}",
             f"parallel.pipeline={pipeline}",
             f"parallel.sequence={'true' if tensor > 1 and choose((True, False)) else 'false'}",

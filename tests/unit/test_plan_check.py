@@ -144,6 +144,17 @@ def test_keys_of_offload_that_do_nothing_are_told(offload: str, said: str | None
     assert [one[: len(said or "")] for one in found] == ([] if said is None else [said])
 
 
+def test_sums_in_16_bits_are_not_sent_in_fp32() -> None:
+    keys = ("precision.gradients=compute", "precision.reduce=fp32")
+    for compute in ("fp32", "bf16"):
+        made = make_plan(recipe(f"precision.compute={compute}", keys[1]), CPU)
+        check(made, CPU)
+        assert made.reduces_fp32
+    check(make_plan(recipe(*keys), CPU), CPU)
+    with pytest.raises(BadInputError, match=r"after every microbatch, but precision\.reduce is fp32; leave one of"):
+        check(make_plan(recipe("precision.compute=bf16", *keys), CPU), CPU)
+
+
 def test_16_bit_gradients_on_a_gpu() -> None:
     narrow, gpu = ("precision.compute=fp16", "precision.gradients=compute"), Facts(world=2, device="cuda")
     check(make_plan(recipe(*narrow, "offload={optimizer: host, step: device}"), gpu), gpu)

@@ -141,7 +141,7 @@ def test_the_second_hop_sends_half_of_an_all_reduce() -> None:
     degrees = Degrees(8, 2, 4, 8)
     levels = [level for level in levels_of(degrees, TIERS[8]) if 4 < level.span <= 8]
     shard = 8000 * ALIGNMENT
-    second = sum(call.sent for call in reduce_traffic("gradients", levels, shard, 2, None))
+    second = sum(call.sent for call in reduce_traffic("gradients", levels, shard, (2, 2), None))
     back = sum(call.sent for call in gather_traffic("replicas", levels, shard, 2, None))
     all_reduce = 2 * (2 - 1) * shard * 2 // 2
     assert second == all_reduce // 2

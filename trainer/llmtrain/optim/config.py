@@ -56,20 +56,23 @@ class LossScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The dtype of matrix products and of sums of gradients; master weights and optimizer states stay fp32.
+    """The dtype of matrix products, of sums of gradients and of what ranks send of them; master weights and optimizer
+    states stay fp32.
 
     compute: auto is bf16 on CUDA (fp16 on NVIDIA's GPUs before compute capability 8.0) and fp32 on CPU. gradients:
     dtype of the sums of gradients over microbatches: fp32, or compute (that of `compute`), which takes 2 bytes of an
-    element in place of 4 and rounds after every microbatch (AxoNN, section V). Ranks send each other gradients in the
-    dtype of `compute` and add them in fp32 either way. loss_scale: first loss scale of fp16, which halves on overflow
-    and doubles after loss_scale_window steps without overflow. loss_scale_window: steps without overflow after which
-    the loss scale doubles.
+    element in place of 4 and rounds after every microbatch (AxoNN, section V). reduce: dtype in which ranks send each
+    other sums of gradients: compute, or fp32, which rounds no sum; gradients that are no sums yet are sent in the dtype
+    of `compute`, which they have. Ranks add them in fp32 either way; quantized gradients are sent quantized.
+    loss_scale: first loss scale of fp16, which halves on overflow and doubles after loss_scale_window steps without
+    overflow. loss_scale_window: steps without overflow after which the loss scale doubles.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     gradients: Literal["fp32", "compute"] = "fp32"
+    reduce: Literal["fp32", "compute"] = "compute"
     loss_scale: Scale = 65536.0
     loss_scale_window: Steps = 1000
 

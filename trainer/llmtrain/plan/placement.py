@@ -29,7 +29,8 @@ class Placement:
     each matrix. degrees: the number of those ranks that shard each state; the others hold copies. levels: the digits of
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
-    the sums of gradients: fp32, or that of computation. backend: kernel of the optimizer step. alignment: every shard
+    the sums of gradients: fp32, or that of computation. reduce: dtype in which ranks send each other sums of gradients
+    that are not quantized. backend: kernel of the optimizer step. alignment: every shard
     begins at a multiple of this many elements. weights_on: where weight shards are held; if they are offloaded, they
     are brought to it before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the
     CPU that steps writes the rounded weights directly into the offloaded shard, in the host's memory.
@@ -41,6 +42,7 @@ class Placement:
     hierarchical: bool = True
     masters: Literal["weights", "separate"] = "separate"
     gradients: Literal["fp32", "compute"] = "fp32"
+    reduce: Literal["fp32", "compute"] = "compute"
     backend: OptimizerBackend = "torch"
     alignment: int = ALIGNMENT
     weights_on: MemoryTier = "device"
@@ -66,6 +68,11 @@ class Placement:
         """Return the bytes of an element of a sum of gradients. compute_bytes: bytes of an element of the compute
         dtype."""
         return compute_bytes if self.gradients == "compute" else 4
+
+    def wire_bytes(self, compute_bytes: int) -> int:
+        """Return the bytes of an element of a sum of gradients that ranks send each other. compute_bytes: bytes of an
+        element of the compute dtype."""
+        return compute_bytes if self.reduce == "compute" else 4
 
     def padded(self, numel: int) -> int:
         """Return the elements of a unit of `numel` with the padding that makes its shards equal, and whole pages of a

@@ -208,11 +208,17 @@ class Plan:
         return self.gradient_bytes if self.sums_runs else self.compute_bytes
 
     @property
+    def reduces_fp32(self) -> bool:
+        """Whether ranks send each other sums of gradients in fp32, if they are not quantized."""
+        wide = any(placement.reduce == "fp32" for placement in self.sharding.placements.values())
+        return wide or self.compute == "fp32"
+
+    @property
     def averages_replicas(self) -> bool:
         """Whether tensor-parallel ranks take the mean of their gradients of TP-replicated parameters, which would
         differ: rounding of packed gradients depends on the rest of a block, and NCCL chooses the order of its fp32 sums
         for each group."""
-        differ = self.sharding.quantization.gradients or (self.device == "cuda" and self.compute == "fp32")
+        differ = self.sharding.quantization.gradients or (self.device == "cuda" and self.reduces_fp32)
         return bool(differ) and self.grid.degree(Axis.TENSOR) > 1
 
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:

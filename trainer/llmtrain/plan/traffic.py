@@ -58,13 +58,14 @@ def gather_traffic(
 
 
 def reduce_traffic(
-    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: int, packing: Packed | None
+    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: tuple[int, int], packing: Packed | None
 ) -> list[Traffic]:
-    """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first."""
+    """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first.
+    element_bytes: bytes of an element on the first hop, and on the others."""
     found = []
-    for hop in hops:
+    for place, hop in enumerate(hops):
         part = numel // hop.radix
-        size = hop.radix * (packing.row_bytes(part) if packing else part * element_bytes)
+        size = hop.radix * (packing.row_bytes(part) if packing else part * element_bytes[place > 0])
         found.append(_exchange(purpose, "all_to_all", hop, size, packing))
         numel = part
     return found

@@ -7,6 +7,7 @@ the bytes. If several ranks hold the same optimizer shard, they gather the sum b
 
 from typing import Protocol
 
+import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.squared_sum.op import squared_sum
 from torch import Tensor
@@ -41,8 +42,8 @@ class Reduction(UnitGradient, Protocol):
         """Return the steps of a reduction. values: `[padded]`, gradients of the full unit: of one microbatch, in the
         dtype of the weights, or of a run of microbatches, in a buffer; or the unit's own gradient."""
 
-    def traffic(self, issue: Reduce) -> list[Traffic]:
-        """Return the collectives of the steps."""
+    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
+        """Return the collectives of the steps. held: dtype of the values."""
 
 
 class ResidentGradient:
@@ -62,18 +63,18 @@ class ResidentGradient:
 
 
 class LastReduction(ResidentGradient):
-    """Reduces a gradient that is not sharded once, after the last microbatch. Values are sent in the dtype of the
-    weights, or packed. See Reduction."""
+    """Reduces a gradient that is not sharded once, after the last microbatch. Values are sent as the unit's `wire`,
+    or packed. See Reduction."""
 
     def __init__(self, unit: ShardedUnit, gradient_sum: GradientSum, packing: Packing | None) -> None:
         super().__init__(unit, gradient_sum)
-        self._packing, self._wire = packing, unit.weight.dtype
+        self._packing, self._wire = packing, unit.wire
 
     def steps(self, values: Tensor, issue: Reduce, workspace: Workspace) -> list[HopStep]:
         """See Reduction."""
         return self._last_steps(workspace) if issue.last else []
 
-    def traffic(self, issue: Reduce) -> list[Traffic]:
+    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
         """See Reduction."""
         return last_traffic(self._unit, self._packing) if issue.last else []
 
@@ -81,7 +82,9 @@ class LastReduction(ResidentGradient):
         unit, owned = self._unit, self._unit.owned_gradient
         if not unit.hops.placement.hops_after_sum:
             return []
-        target = owned if self._wire == owned.dtype else workspace.take("owned gradient", len(owned), self._wire)
+        target = (
+            owned if self._wire in (None, owned.dtype) else workspace.take("owned gradient", len(owned), self._wire)
+        )
         steps = reduce_to_optimizer_shard(unit, unit.gradient, target, self._packing, workspace)
         if target is not owned:
             steps[-1] = steps[-1].then(lambda: owned.copy_(target))
@@ -99,9 +102,9 @@ class ShardedReduction(LastReduction):
         """See Reduction."""
         return [*self._first_steps(values, issue.first, workspace), *super().steps(values, issue, workspace)]
 
-    def traffic(self, issue: Reduce) -> list[Traffic]:
+    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
         """See Reduction."""
-        return traffic(self._unit, self._packing, issue)
+        return traffic(self._unit, self._packing, issue, held)
 
     def _first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
         """first: whether the sum overwrites the shard."""
@@ -116,7 +119,7 @@ def reduce_to_optimizer_shard(
     """Return the steps that sum a gradient shard over all other ranks.
 
     shard: `[n]`, fp32 or in the dtype of the weights. target: `[owned]`, receives the part that this rank steps, in the
-    dtype of the weights.
+    dtype that is sent.
     """
     degrees = unit.degrees
     replica_hops = unit.hops.reduce(degrees.optimizer, degrees.ranks)
@@ -130,24 +133,30 @@ def reduce_to_optimizer_shard(
     ]
 
 
-def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce) -> list[Traffic]:
-    """Return the collectives that reduce one microbatch's gradients, and after the last one their sum."""
-    return [*first_traffic(unit, packing), *(last_traffic(unit, packing) if issue.last else [])]
+def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce, held: torch.dtype) -> list[Traffic]:
+    """Return the collectives that reduce one microbatch's gradients, of dtype `held`, and after the last one their
+    sum."""
+    return [*first_traffic(unit, packing, held), *(last_traffic(unit, packing) if issue.last else [])]
 
 
-def first_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
-    """Return the collectives that sum one microbatch's gradients into the gradient shards."""
-    hops = unit.hops.reduce(1, unit.degrees.gradients)
-    return reduce_traffic("gradients", hops, unit.ranges.padded, unit.weight.itemsize, packing)
+def first_traffic(unit: ShardedUnit, packing: Packing | None, held: torch.dtype) -> list[Traffic]:
+    """Return the collectives that sum one microbatch's gradients, of dtype `held`, into the gradient shards."""
+    hops, sizes = unit.hops.reduce(1, unit.degrees.gradients), ((unit.wire or held).itemsize, _sum_bytes(unit))
+    return reduce_traffic("gradients", hops, unit.ranges.padded, sizes, packing)
 
 
 def last_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:
     """Return the collectives that sum the gradient shard over all other ranks into the optimizer shard."""
-    padded, degrees, size = unit.ranges.padded, unit.degrees, unit.weight.itemsize
+    padded, degrees, size = unit.ranges.padded, unit.degrees, _sum_bytes(unit)
     owned, replica_hops = padded // degrees.optimizer, unit.hops.reduce(degrees.optimizer, degrees.ranks)
     second_hops = unit.hops.reduce(degrees.gradients, degrees.optimizer)
     return [
-        *reduce_traffic("gradients", second_hops, padded // degrees.gradients, size, packing),
-        *reduce_traffic("replicas", replica_hops, owned, size, packing),
+        *reduce_traffic("gradients", second_hops, padded // degrees.gradients, (size, size), packing),
+        *reduce_traffic("replicas", replica_hops, owned, (size, size), packing),
         *gather_traffic("replicas", replica_hops, owned, size, None),
     ]
+
+
+def _sum_bytes(unit: ShardedUnit) -> int:
+    """Bytes of an element of a sum that is sent."""
+    return (unit.wire or torch.float32).itemsize

@@ -141,7 +141,7 @@ class GradientReducer:
         """Start the reduction of a unit whose gradients of this pass are complete."""
         unit, reduction, reduced = self._units[issue.unit], self._reductions[issue.unit], self.reduced
         values = reduction.sum.take()
-        self._count(reduction.traffic(issue))
+        self._count(reduction.traffic(issue, values.dtype))
 
         def steps(workspace: Workspace) -> list[HopStep]:
             found = reduction.steps(values, issue, workspace)

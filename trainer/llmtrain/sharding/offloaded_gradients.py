@@ -59,7 +59,7 @@ class OffloadedReduction:
     def __init__(
         self, unit: ShardedUnit, gradient_sum: GradientSum, packing: Packing | None, offloaded: OffloadedGradients
     ) -> None:
-        self.sum, self._wire = gradient_sum, unit.weight.dtype
+        self.sum, self._wire = gradient_sum, unit.wire
         self._unit, self._packing, self._offloaded = unit, packing, offloaded
         self._hops = unit.hops.reduce(1, unit.degrees.gradients)
 
@@ -71,14 +71,14 @@ class OffloadedReduction:
             return [*steps, self._step(lambda: store.add(name, part, issue.first, issue.last))]
         (start, end), (first, last) = unit.ranges.gradients, unit.ranges.optimizer
         total = workspace.take("sum", end - start, torch.float32)
-        owned = workspace.take("owned gradient", last - first, self._wire)
+        owned = workspace.take("owned gradient", last - first, self._wire or torch.float32)
         steps.append(self._step(lambda: store.add_into(name, part, issue.first, total)))
         steps += reduce_to_optimizer_shard(unit, total, owned, self._packing, workspace)
         return [*steps, self._step(lambda: store.put(name, owned))]
 
-    def traffic(self, issue: Reduce) -> list[Traffic]:
+    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
         """See Reduction."""
-        return traffic(self._unit, self._packing, issue)
+        return traffic(self._unit, self._packing, issue, held)
 
     def squares(self, within: ElementRange) -> Tensor:
         """See UnitGradient."""

@@ -45,18 +45,18 @@ def all_gather_packed(
 
 
 def reduce_scatter(
-    values: Tensor, hops: Sequence[Hop], wire: torch.dtype, packing: Packing | None, workspace: Workspace
+    values: Tensor, hops: Sequence[Hop], wire: torch.dtype | None, packing: Packing | None, workspace: Workspace
 ) -> tuple[list[HopStep], Tensor]:
     """Sum `values`, `[n]` of any float dtype, over the hops' ranks. Return the steps, and this rank's part of the sum,
     fp32 `[n / ranks]` in `workspace`.
 
-    The fastest hop goes first, with the largest parts. Every hop adds in fp32. Values are sent as `wire`, or packed
-    (ZeRO++, section 3.3, with a hop for each level).
+    The fastest hop goes first, with the largest parts. Every hop adds in fp32. Values are sent as `wire`, None for
+    the dtype that each hop's have, or packed (ZeRO++, section 3.3, with a hop for each level).
     """
     steps = []
     for hop in hops:
         total = workspace.take(f"sum over {hop.span}", values.numel() // hop.radix, torch.float32)
-        steps.append(_exchange(values, hop, wire, packing, total))
+        steps.append(_exchange(values, hop, wire or values.dtype, packing, total))
         values = total
     return steps, values
 

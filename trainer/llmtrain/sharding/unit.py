@@ -87,6 +87,11 @@ class ShardedUnit:
         return self.hops.placement.degrees
 
     @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype in which ranks send each other gradients that are not packed; None for that which these have."""
+        return None if self.hops.placement.reduce == "fp32" else self.weight.dtype
+
+    @property
     def owned_gradient(self) -> Tensor:
         """The part of `gradient` that the optimizer steps with: `[n]` for the `n` elements of `ranges.optimizer`, of
         its dtype."""

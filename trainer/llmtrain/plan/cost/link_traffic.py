@@ -61,5 +61,5 @@ def _reduced(plan: Plan, placement: Placement, padded: int) -> Callable[[Reduce]
     degrees = placement.degrees
     summed, owned = padded // degrees.gradients, padded // degrees.optimizer
     each = summed * (4 if degrees.gradients > 1 else plan.buffered_gradient_bytes), 0
-    last = (owned * plan.compute_bytes, 4 * summed) if placement.hops_after_sum else each
+    last = (owned * placement.wire_bytes(plan.compute_bytes), 4 * summed) if placement.hops_after_sum else each
     return lambda issue: (last[0], 0) if issue.last and issue.first else last if issue.last else each

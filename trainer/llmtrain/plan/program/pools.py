@@ -73,7 +73,7 @@ def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic]) -> Iterator[_Gr
     if len(tensor) > 1:
         yield _group("tensor", tensor, _tensor(plan, rank))
     if "partial" in groups:
-        partial = [_sum(_partial(one, plan.sums_runs)) for one in units if one.replicated_bytes]
+        partial = [_sum(_partial(one)) for one in units if one.replicated_bytes]
         yield _group("partial", groups["partial"], partial)
     if "stage" in groups:
         yield _group("stage", groups["stage"], [_sum(averaged_bytes(units))])
@@ -105,9 +105,9 @@ def _tensor(plan: Plan, rank: int) -> Iterator[SizedCollective]:
                 yield SizedCollective(op, size, plan.compute_bytes)
 
 
-def _partial(unit: UnitTraffic, sums_runs: bool) -> int:
+def _partial(unit: UnitTraffic) -> int:
     """Bytes of the sum of a unit's TP-replicated gradients."""
-    element_bytes = unit.reduced_bytes(unit.placement.degrees.gradients > 1, sums_runs)
+    element_bytes = unit.reduced_bytes(unit.placement.degrees.gradients > 1)
     return unit.replicated_bytes // unit.element_bytes * element_bytes
 
 

@@ -132,7 +132,7 @@ class StepCalls:
         for issue, times in self.programs.step.issue_counts:
             if isinstance(issue, Reduce):
                 unit = by_name[issue.unit]
-                element_bytes = unit.reduced_bytes(issue.offset is not None, self.programs.spec.sums_runs)
+                element_bytes = unit.reduced_bytes(issue.offset is not None)
                 sums.append((unit.spec, element_bytes, times))
         sums += [(unit.spec, unit.sum_bytes, 1) for unit in units if unit.placement.degrees.ranks == 1]
         for spec, element_bytes, times in sums:

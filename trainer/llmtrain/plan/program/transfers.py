@@ -45,12 +45,13 @@ class Transfer:
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
     """How the states of one unit are gathered and reduced. element_bytes: bytes of an element of the compute dtype.
-    weights, secondary, gradients: packed formats, None for unpacked. tensor_parallel: whether tensor-parallel ranks
-    share the unit."""
+    buffered_bytes: of gradients in a buffer. weights, secondary, gradients: packed formats, None for unpacked.
+    tensor_parallel: whether tensor-parallel ranks share the unit."""
 
     spec: UnitSpec
     placement: Placement
     element_bytes: int
+    buffered_bytes: int
     weights: PackedFormat | None
     secondary: PackedFormat | None
     gradients: PackedFormat | None
@@ -74,12 +75,12 @@ class UnitTraffic:
         """Yield the collectives of a reduction."""
         degrees, padded = self.placement.degrees, self._padded
         if reduce.offset is not None:
-            yield from self._reduce("gradients", 1, degrees.gradients, padded)
+            yield from self._reduce("gradients", 1, degrees.gradients, padded, self.sent_bytes(0, buffered=True))
         if reduce.last:
             owned = padded // degrees.optimizer
             yield from self._reduce("gradients", degrees.gradients, degrees.optimizer, padded // degrees.gradients)
             yield from self._reduce("replicas", degrees.optimizer, degrees.ranks, owned)
-            yield from self._gather("replicas", degrees.optimizer, degrees.ranks, owned, self.element_bytes, None)
+            yield from self._gather("replicas", degrees.optimizer, degrees.ranks, owned, self.wire_bytes, None)
 
     def update(self) -> Iterator[Transfer]:
         """Yield the collectives of the update after an optimizer step."""
@@ -99,10 +100,20 @@ class UnitTraffic:
         """Bytes of an element of the sums of gradients."""
         return self.placement.gradient_bytes(self.element_bytes)
 
-    def reduced_bytes(self, buffered: bool, sums_runs: bool) -> int:
-        """Bytes of an element of gradients before their reduction. buffered: whether they are in a buffer. sums_runs:
-        of a run of passes."""
-        return self.element_bytes if buffered and not sums_runs else self.sum_bytes
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element of a sum of gradients that is sent."""
+        return self.placement.wire_bytes(self.element_bytes)
+
+    def sent_bytes(self, place: int, buffered: bool) -> int:
+        """Return the bytes of an element that a reduction sends over its hop number `place`. buffered: whether it
+        begins with gradients in a buffer."""
+        return min(self.wire_bytes, self.buffered_bytes) if buffered and place == 0 else self.wire_bytes
+
+    def reduced_bytes(self, buffered: bool) -> int:
+        """Return the bytes of an element of gradients before their reduction. buffered: whether they are in a
+        buffer."""
+        return self.buffered_bytes if buffered else self.sum_bytes
 
     @property
     def replicated_bytes(self) -> int:
@@ -128,9 +139,10 @@ class UnitTraffic:
         for (lane, _), traffic in zip(reversed(lanes), found, strict=True):
             yield Transfer(self.spec.name, lane, traffic)
 
-    def _reduce(self, purpose: str, inner: int, outer: int, numel: int) -> Iterator[Transfer]:
-        levels = self._levels(inner, outer)
-        found = reduce_traffic(purpose, levels, numel, self.element_bytes, self.gradients)
+    def _reduce(self, purpose: str, inner: int, outer: int, numel: int, first: int | None = None) -> Iterator[Transfer]:
+        """first: bytes of an element on the first hop, if it is no sum."""
+        levels, wire = self._levels(inner, outer), self.wire_bytes
+        found = reduce_traffic(purpose, levels, numel, (first or wire, wire), self.gradients)
         for level, traffic in zip(levels, found, strict=True):
             yield Transfer(self.spec.name, Lane("reduce", self.placement.axes, level.span), traffic)
 
@@ -156,6 +168,7 @@ def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
             spec=spec,
             placement=plan.sharding.placements[spec.name],
             element_bytes=plan.compute_bytes,
+            buffered_bytes=plan.buffered_gradient_bytes,
             weights=packed(quantization.weights),
             secondary=packed(quantization.secondary),
             gradients=packed(quantization.gradients),

@@ -96,15 +96,15 @@ def _packed(rows: int, numel: int, packing: PackedFormat | None) -> int:
 
 
 def _reduction_workspace(unit: UnitTraffic) -> Iterator[NamedSize]:
-    """Yield the fp32 sums behind each hop, and the optimizer shard's in the dtype of the weights."""
+    """Yield the fp32 sums behind each hop, and the optimizer shard's in the dtype that is sent."""
     degrees, numel = unit.placement.degrees, unit.placement.padded(unit.spec.numel)
     for level in unit.placement.levels:
         numel //= level.radix
         yield f"sum over {level.span}", 4 * numel
     padded, moves = unit.placement.padded(unit.spec.numel), unit.placement.moves_gradients
     if unit.placement.hops_after_sum:
-        if unit.element_bytes < unit.sum_bytes or moves:
-            yield "owned gradient", padded // degrees.optimizer * unit.element_bytes
+        if unit.wire_bytes < unit.sum_bytes or moves:
+            yield "owned gradient", padded // degrees.optimizer * unit.wire_bytes
         if moves:
             yield "sum", 4 * padded // degrees.gradients
 
@@ -113,31 +113,29 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
     shared = unit.weights is None and not unit.placement.moves_weights
     direct = shared and len(unit.lanes(1, unit.placement.degrees.weights)) == 1
     for gather in _gathers(unit, programs):
-        yield from _sized(unit.gather(gather), unit, shards=direct and not gather.secondary)
-    yield from _sized(unit.update(), unit)
+        yield from _sized(unit.gather(gather), shards=direct and not gather.secondary)
+    yield from _sized(unit.update())
     for reduce in _reductions(unit):
-        from_compute_dtype = _hops_from_compute_dtype(unit, reduce, programs.spec.sums_runs)
+        from_compute_dtype = _hops_from_compute_dtype(unit, reduce)
         for place, transfer in enumerate(unit.reduce(reduce)):
-            converted = unit.element_bytes < 4 and place not in from_compute_dtype
-            yield from _sized([transfer], unit, converted=converted)
+            element = unit.sent_bytes(place, reduce.offset is not None)
+            yield from _sized([transfer], element, converted=element < 4 and place not in from_compute_dtype)
     for lane, _ in unit.replicated_lanes:
         yield lane, SizedCollective("all_reduce", unit.replicated_bytes)
 
 
-def _hops_from_compute_dtype(unit: UnitTraffic, reduce: Reduce, sums_runs: bool) -> set[int]:
+def _hops_from_compute_dtype(unit: UnitTraffic, reduce: Reduce) -> set[int]:
     """Return the numbers of a reduction's hops whose input is in the compute dtype already: unsharded gradients, or
-    sums over all microbatches. The input of any other hop is the fp32 sum of the hop before. sums_runs: whether
-    unsharded gradients are sums over a run of passes."""
+    sums over all microbatches. The input of any other hop is the fp32 sum of the hop before."""
     degree = unit.placement.degrees.gradients
-    summed = sums_runs and unit.sum_bytes > unit.element_bytes
-    whole = {0} if reduce.offset is not None and not summed else set()
+    whole = {0} if reduce.offset is not None and unit.buffered_bytes == unit.element_bytes else set()
     if unit.sum_bytes > unit.element_bytes:
         return whole
     return {*whole, sum(level.span <= degree for level in unit.placement.levels)}
 
 
 def _sized(
-    transfers: Iterable[Transfer], unit: UnitTraffic, shards: bool = False, converted: bool = False
+    transfers: Iterable[Transfer], element: int = 1, shards: bool = False, converted: bool = False
 ) -> Iterator[tuple[Lane, SizedCollective]]:
     for transfer in transfers:
         traffic = transfer.traffic
@@ -146,10 +144,7 @@ def _sized(
         elif traffic.packed:
             yield transfer.lane, SizedCollective("all_to_all", traffic.size)
         else:
-            yield (
-                transfer.lane,
-                SizedCollective("reduce_scatter", traffic.size, unit.element_bytes, converted=converted),
-            )
+            yield transfer.lane, SizedCollective("reduce_scatter", traffic.size, element, converted=converted)
 
 
 def _gathers(unit: UnitTraffic, programs: Programs) -> list[Gather]:

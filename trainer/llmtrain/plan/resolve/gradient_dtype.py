@@ -15,6 +15,11 @@ def gradient_dtype_problem(plan: Plan) -> str | None:
     placements, offload = plan.sharding.placements.values(), plan.sharding.offload
     if plan.gradients == "fp32":
         return None
+    if plan.reduces_fp32:
+        return (
+            "precision.gradients is compute, which rounds the sums of gradients after every microbatch, but "
+            "precision.reduce is fp32; leave one of them out"
+        )
     if offload.gradients != "device":
         return (
             f"precision.gradients is compute, but offload.gradients is {offload.gradients}, where all sums are fp32; "

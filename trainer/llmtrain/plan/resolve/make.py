@@ -14,7 +14,7 @@ from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
-from llmtrain.optim.config import AdamW, LossScaling
+from llmtrain.optim.config import AdamW, LossScaling, PrecisionConfig
 from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.checkpointing import checkpointing
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
@@ -102,7 +102,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     grid, links = topology.grid, topology.tiers
     batch, compute, backend = _batch(recipe, grid), _compute(recipe, facts), _backend(recipe, facts)
     # In fp32 both are the same.
-    gradients = recipe.precision.gradients if compute != "fp32" else "fp32"
+    precision = recipe.precision if compute != "fp32" else replace(recipe.precision, gradients="fp32", reduce="compute")
     pipeline = _pipeline(recipe, model, batch, grid, facts)
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     volumes = facts.cluster.node.nvme if facts.cluster else ()
@@ -110,7 +110,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
-        placement = _placement(zero, grid, links, compute, gradients, backend)
+        placement = _placement(zero, grid, links, compute, precision, backend)
         placement = offloaded_placement(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         made = _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
         return with_share(made, held, offload.share) if offload.share else made
@@ -271,7 +271,7 @@ def _filled(
 
 
 def _placement(
-    zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, gradients: Literal["fp32", "compute"],
+    zero: ZeroSettings, grid: Layout, links: Sequence[Tier], compute: Compute, precision: PrecisionConfig,
     backend: OptimizerBackend,
 ) -> Placement:  # fmt: skip
     """Return the placement of all units: over the data axis."""
@@ -284,7 +284,8 @@ def _placement(
         levels=levels_of(degrees, axis_tiers(links, grid, Axis.DATA)),
         hierarchical=zero.hierarchical,
         masters="weights" if compute == "fp32" and exact else "separate",
-        gradients=gradients,
+        gradients=precision.gradients,
+        reduce=precision.reduce,
         backend=backend,
         alignment=alignment(quantization.block if quantization.weights else 0),
     )

@@ -46,7 +46,7 @@ class RankPart:
         """Yield the sum of TP-replicated gradients before a reduction, if it has one."""
         if isinstance(issue, Reduce) and issue.partial:
             unit, buffered = self.units.get(issue.unit), issue.offset is not None
-            element = 4 if unit is None else unit.reduced_bytes(buffered, self.spec.sums_runs)
+            element = 4 if unit is None else unit.reduced_bytes(buffered)
             yield self._sum("partial", issue.unit, issue.partial * element)
 
     def final(self, one: ReplicaSum) -> Transfer:
