@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import ActionOrder
@@ -22,13 +22,30 @@ from llmtrain.plan.pipeline.actions import Action, Kind, Schedule, hands_back_fi
 from llmtrain.sharding.engine import Engine
 
 
+class _Seed(torch.autograd.Function):
+    """A scalar from which the backward pass of a stage's output begins, so that the output itself can be freed.
+    torch.autograd.backward also takes the gradient of an output, but imports sympy for it, which is 32 MiB."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, received: list[Tensor]) -> Tensor:
+        """Return a scalar 0. received: will hold the output's gradient."""
+        ctx.received = received
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, scalar: Tensor) -> tuple[Tensor, None]:
+        """Return the output's gradient."""
+        return ctx.received.pop(), None
+
+
 @dataclass(frozen=True)
 class _Forwarded:
-    """What a forward pass keeps for its backward pass. result: the loss; of other stages than the last, the place in
-    autograd's graph where the gradient of the output enters, so that the output itself can be freed."""
+    """What a forward pass keeps for its backward pass. result: the loss; of other stages than the last, a scalar whose
+    backward pass begins with the gradient in `received`."""
 
     input: Tensor
-    result: Tensor | GradientEdge
+    result: Tensor
+    received: list[Tensor]
 
 
 @dataclass
@@ -123,7 +140,9 @@ class Executor:
             case Kind.F:
                 given, output = self._forward(action, step.rows[action.microbatch])
                 closes = self._stages[action.chunk].layout.closes
-                step.forwarded[key] = _Forwarded(given, output if closes else get_gradient_edge(output))
+                received = list[Tensor]()
+                result = output if closes else _Seed.apply(output, received)
+                step.forwarded[key] = _Forwarded(given, result, received)
                 if closes:
                     step.losses.append(output.detach())
                 step.forwards_left -= 1
@@ -165,11 +184,11 @@ class Executor:
 
     def _backward(self, chunk: int, forwarded: _Forwarded, factor: float) -> None:
         layout = self._stages[chunk].layout
-        if isinstance(forwarded.result, Tensor):
+        if layout.closes:
             (forwarded.result * factor).backward()
         else:
-            gradient = self._links.receive(Channel(layout.stage + 1, layout.stage))
-            torch.autograd.backward(forwarded.result, gradient)
+            forwarded.received.append(self._links.receive(Channel(layout.stage + 1, layout.stage)))
+            forwarded.result.backward()
 
     def _backward_inputs(self, action: Action, forwarded: _Forwarded, factor: float) -> PendingWeightGradients:
         """Run the backward pass of the inputs alone, and send their gradient."""
