@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from tests.slurm.desk import SECRET, Desk
@@ -88,6 +89,19 @@ def test_a_job_that_is_asked_to_stop_is_requeued(desk: Desk, stop: Callable[[Des
     desk.wait_for_state(number, "COMPLETED")
     (went_on,) = check(desk, stop.__name__, [number], STEPS)
     assert 10 <= went_on < STEPS
+
+
+@pytest.mark.soak
+def test_a_job_that_loses_a_rank_starts_its_ranks_again(desk: Desk) -> None:
+    desk.write("lost", STEPS)
+    (number,) = desk.submit("lost", "train.max_restarts=1", "checkpoint.every=5")
+    for step in (8, 30):
+        desk.wait_for_step("lost", step)
+        ranks = [one for one in psutil.process_iter(["cmdline"]) if f"/{number}.yaml" in " ".join(one.info["cmdline"])]
+        next(one for one in ranks if one.info["cmdline"][1:4] == list(TRAIN)).kill()
+    desk.wait_for_state(number, "COMPLETED")
+    assert len(check(desk, "lost", [number], STEPS)) == 2
+    assert desk.log("lost", number).count("restart 1 of 1 from step-") == 2
 
 
 @pytest.mark.soak

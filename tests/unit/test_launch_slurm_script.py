@@ -40,6 +40,8 @@ FULL = Site(
 # Replacements of Slurm's commands. srun ends with a given code, or waits for USR1; scontrol records its arguments.
 SRUN = """#!/bin/bash
 echo "$@" > "$NOTES/started"
+echo >> "$NOTES/starts"
+[ -z "$SAVES" ] || mkdir -p "$NOTES/a run/checkpoints/step-$(wc -l < "$NOTES/starts")"
 trap 'echo USR1 > "$NOTES/signal"; exit 75' USR1
 [ "$ENDS" = later ] || exit "$ENDS"
 touch "$NOTES/ready"
@@ -195,6 +197,38 @@ def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, aga
 def test_what_slurm_has_decided_stays_so(job: Path, state: str, again: bool) -> None:
     assert end(start(job, "75", state)) == 75
     assert requeued(job) is again
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "restarts", "starts"),
+    [
+        ("1", "RUNNING", 2, 3),
+        ("137", "RUNNING", 2, 3),
+        ("1", "RUNNING", 0, 1),
+        ("2", "RUNNING", 2, 1),
+        ("75", "RUNNING", 2, 1),
+        ("130", "RUNNING", 2, 1),
+        ("0", "RUNNING", 2, 1),
+        ("143", "CANCELLED", 2, 1),
+    ],
+)
+def test_ranks_that_fail_are_started_again(ends: str, state: str, restarts: int, starts: int, job: Path) -> None:
+    (job.parent / "a run" / "checkpoints" / "step-3.partial").mkdir(parents=True)
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", restarts=restarts), Site()))
+    assert end(start(job, ends, f"JobState={state} Reason=None")) == int(ends)
+    assert (job.parent / "starts").read_text().count("\n") == starts
+
+
+def test_restarts_are_counted_anew_after_a_checkpoint(job: Path) -> None:
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", restarts=2), Site()))
+    process = start(job, "1", SAVES="yes")
+    while not (job.parent / "a run" / "checkpoints" / "step-6").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    (job.parent / "bad").write_text("#!/bin/bash\nexit 2\n")
+    (job.parent / "bad").chmod(0o755)
+    (job.parent / "bad").replace(job.parent / "srun")
+    assert end(process) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

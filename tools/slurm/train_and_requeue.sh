@@ -6,7 +6,8 @@
 #     #SBATCH --nodes=2 --ntasks-per-node=4 --signal=B:USR1@300 --requeue --open-mode=append
 #     exec bash tools/slurm/train_and_requeue.sh llmtrain run recipe.yaml
 #
-# With requeue=no in the environment, the next job of a chain resumes the run instead.
+# With requeue=no in the environment, the next job of a chain resumes the run instead. With restarts=3, ranks that fail
+# are started again, up to three times in a row without a new checkpoint in the folder that `checkpoints` names.
 
 # The tasks of the first node, of a list such as 4(x2),3.
 tasks=${SLURM_TASKS_PER_NODE%%[(,]*}
@@ -34,23 +35,40 @@ ask() {
   kill -USR1 "$ranks" 2> /dev/null
 }
 trap ask USR1 TERM
+
+# SLURM_JOB_ID of an array's last task is the id of the array, which stands for all tasks.
+me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+me=${me:-$SLURM_JOB_ID}
+newest() { ls "${checkpoints:-/dev/null}" 2> /dev/null | grep -x 'step-[0-9]*' | sort -V | tail -n 1; }
+# Whether ranks that ended with an exit code may do better once more: neither bad input nor a request to stop was why.
+failed() {
+  [ -z "$asked" ] && [[ $1 != @(0|2|75|130|138) ]] &&
+    [[ $(scontrol show job --oneliner "$me") == *" JobState=RUNNING "* ]]
+}
+
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST begins at $(date '+%F %T'), restart ${SLURM_RESTART_COUNT:-0}"
-# After the first rank ends, the others have a minute to end.
-srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task="$cpus" "${bind[@]}" "${srun_options[@]}" "$@" &
-ranks=$!
-until
+tried=0 before=$(newest)
+while :; do
+  # After the first rank ends, the others have a minute to end.
+  srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task="$cpus" "${bind[@]}" "${srun_options[@]}" "$@" &
+  ranks=$!
+  [ -z "$asked" ] || kill -USR1 "$ranks"
+  until
+    wait "$ranks"
+    ! kill -0 "$ranks" 2> /dev/null
+  do :; done
   wait "$ranks"
-  ! kill -0 "$ranks" 2> /dev/null
-do :; done
-wait "$ranks"
-code=$?
+  code=$?
+  after=$(newest)
+  [ "$after" = "$before" ] || tried=0 before=$after
+  [ "$tried" -lt "${restarts:-0}" ] && failed "$code" || break
+  tried=$((tried + 1))
+  echo "the ranks ended with exit code $code; restart $tried of $restarts from ${after:-the start}" >&2
+done
 
 # A signal that ended the ranks after a request to stop came before their first step: nothing is lost.
 if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" -gt 128 ]; }; then code=75; fi
 if [ "$code" = 75 ] && [ "${requeue:-yes}" = yes ]; then
-  # SLURM_JOB_ID of an array's last task is the id of the array, which stands for all tasks.
-  me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-  me=${me:-$SLURM_JOB_ID}
   job=$(scontrol show job --oneliner "$me")
   # Do not requeue a cancelled job, or one that Slurm has already requeued.
   if [[ $job == *" JobState=RUNNING "* || $job == *" Reason=TimeLimit "* ]]; then

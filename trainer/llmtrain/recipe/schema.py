@@ -33,9 +33,9 @@ class TrainConfig:
     GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run (overflows of
     fp16 that lower the loss scale do not count), and rewinds in a row that do. compare_every: steps between checks that
     replicas are equal, by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a
-    lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run`
-    restarts its ranks after it lost one; it restarts on fewer ranks if it lost the same one twice and parallel.data is
-    auto.
+    lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` and
+    jobs of `llmtrain submit` restart the ranks after one was lost; `llmtrain run` restarts on fewer ranks if it lost
+    the same one twice and parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

@@ -87,6 +87,7 @@ def plan_job(
         command=command,
         recipe=submitted,
         series=series,
+        restarts=recipe.train.max_restarts,
         remarks=remarks,
     )
 

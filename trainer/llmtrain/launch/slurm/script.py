@@ -1,8 +1,8 @@
 """Render the batch script of a run from its job and its site's profile.
 
 At preemption and before the time limit, the script makes the run save, and then requeues the job with `scontrol
-requeue`; in a chain, the next job resumes the run instead. `tools/slurm/train_and_requeue.sh` has the lines that do
-this, for people's own batch scripts too.
+requeue`; in a chain, the next job resumes the run instead. It starts ranks that fail again, as often as the recipe
+says. `tools/slurm/train_and_requeue.sh` has the lines that do this, for people's own batch scripts too.
 """
 
 import re
@@ -67,8 +67,8 @@ class Array:
 class BatchJob:
     """A run as a Slurm job.
 
-    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file. remarks:
-    sentences for the user.
+    name: of the run. folder: of the run, absolute. command: runs on every rank, followed by the recipe's file.
+    restarts: `train.max_restarts`. remarks: sentences for the user.
     """
 
     name: str
@@ -77,6 +77,7 @@ class BatchJob:
     command: tuple[str, ...]
     recipe: SubmittedRecipe
     series: Chain | Array = Chain()
+    restarts: int = 0
     remarks: tuple[str, ...] = ()
 
     @property
@@ -144,6 +145,7 @@ def render(job: BatchJob, site: Site) -> str:
         f"recipe={job.recipe_file}",
         f"cat > \"$recipe\" <<'{_END}' || exit 1",
         f"{job.recipe.text}{_END}",
+        *([f"restarts={job.restarts}", "checkpoints=${recipe%/slurm/*}/checkpoints"] if job.restarts else []),
         f"srun_options=({' '.join(map(shlex.quote, _srun_options(job, site)))})",
         f"set -- {' '.join(_command(job, site))}",
         "",

@@ -12,6 +12,8 @@ from llmtrain.plan.plan import Plan
 def rank_buckets(plan: Plan, rank: int) -> list[Bucket]:
     """Return the buckets of a rank of the run, in the order in which it steps them."""
     offload, found = plan.sharding.offload, list[Bucket]()
+    if not offload.share:
+        return found
     for spec in rank_units(plan, rank):
         placement = plan.sharding.placements[spec.name]
         stepped = placement.padded(spec.numel) // placement.degrees.optimizer

@@ -66,11 +66,11 @@ class _Order:
 
     def add(self, times: int, *steps: tuple[Kind, int]) -> None:
         """Add the next microbatch of each step (kind, chunk) in turn, `times` times. Skip steps that have ended."""
-        for kind, chunk in steps * times:
-            if not self.ended(kind, chunk):
-                index = self._next.get((kind, chunk), 0)
-                self._actions.append(Action(index, chunk, kind))
-                self._next[kind, chunk] = index + 1
+        for step in steps * times:
+            index = self._next.get(step, 0)
+            if index < self._microbatches:
+                self._actions.append(Action(index, step[1], step[0]))
+                self._next[step] = index + 1
 
     def ended(self, kind: Kind, chunk: int) -> bool:
         return self._next.get((kind, chunk), 0) == self._microbatches
@@ -91,7 +91,7 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     ended = {
         (kind, stage): [inf] * schedule.microbatches for kind in (Kind.F, Kind.B) for stage in range(schedule.stages)
     }
-    awaited = [_awaited(schedule, rank, ended) for rank in range(schedule.ranks)]
+    passes = [_passes(schedule, rank, ended) for rank in range(schedule.ranks)]
     now, left = 0, sum(map(len, schedule.actions)) * 3 // 2
     while left:
         backwards: list[tuple[int, Action]] = []
@@ -99,12 +99,18 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
             action = order[at[rank]] if at[rank] < len(order) else None
             if action is not None and action.kind is Kind.F and held[rank] == limit:
                 action = None
-            if action is not None and all(
-                times[action.microbatch] <= now for times in awaited[rank][action.chunk, action.kind]
-            ):
+            ends: list[float] = []
+            if action is not None:
+                ends, awaited = passes[rank][action.chunk, action.kind]
+                # A loop, as this runs for each action of each rank.
+                for times in awaited:
+                    if times[action.microbatch] > now:
+                        action = None
+                        break
+            if action is not None:
                 at[rank] += 1
                 held[rank] += action.kind is Kind.F
-                ended[action.kind, schedule.stage(rank, action.chunk)][action.microbatch] = now + 1
+                ends[action.microbatch] = now + 1
                 if action.kind is Kind.B:
                     backwards.append((rank, Action(action.microbatch, action.chunk, Kind.W)))
             elif waiting[rank]:
@@ -127,13 +133,15 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     )
 
 
-def _awaited(
+def _passes(
     schedule: Schedule, rank: int, ended: Mapping[tuple[Kind, int], list[float]]
-) -> dict[tuple[int, Kind], list[list[float]]]:
-    """Return the entries of `ended` that each computation of a rank waits for, by its chunk and its kind."""
+) -> dict[tuple[int, Kind], tuple[list[float], list[list[float]]]]:
+    """Return the entry of `ended` of each computation of a rank, and those that it waits for, by its chunk and its
+    kind."""
     found = {}
     for chunk in range(schedule.chunks):
         stage = schedule.stage(rank, chunk)
         for kind in (Kind.F, Kind.B):
-            found[chunk, kind] = [ended[kind, stage] for kind, stage in needs(schedule.stages, stage, kind)]
+            awaited = [ended[kind, stage] for kind, stage in needs(schedule.stages, stage, kind)]
+            found[chunk, kind] = (ended[kind, stage], awaited)
     return found

@@ -1,5 +1,6 @@
 """The instructions of a step's program, as pure data. No torch in here."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -142,13 +143,23 @@ class Program:
     @cached_property
     def issue_counts(self) -> Sequence[tuple[Gather | Reduce, int]]:
         """The gathers and reductions: one of each kind that sends the same, and how many there are."""
-        same: dict[Hashable, list[Gather | Reduce]] = {}
-        for issue in self.issues:
+        # Passes of periods that repeat share their points.
+        times = Counter(id(one.points) for one in self.passes)
+        distinct = {id(one.points): one.points for one in self.passes}
+        counted = [(issue, 1) for issue in self.start]
+        counted += [(issue, times[key]) for key, points in distinct.items() for one in points for issue in one.issues]
+        first: dict[Hashable, Gather | Reduce] = {}
+        count = Counter[Hashable]()
+        for issue, often in counted:
             if isinstance(issue, Gather):
-                same.setdefault((issue.unit, issue.secondary), []).append(issue)
+                same: Hashable = issue.unit, issue.secondary
             elif isinstance(issue, Reduce):
-                same.setdefault((issue.unit, issue.offset is None, issue.last), []).append(issue)
-        return [(found[0], len(found)) for found in same.values()]
+                same = issue.unit, issue.offset is None, issue.last
+            else:
+                continue
+            first.setdefault(same, issue)
+            count[same] += often
+        return [(issue, count[same]) for same, issue in first.items()]
 
     @cached_property
     def by_action(self) -> Mapping[Action, Pass]:

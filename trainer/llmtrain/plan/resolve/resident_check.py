@@ -13,7 +13,9 @@ from llmtrain.plan.program.spec import ProgramSpec
 def resident_problem(plan: Plan) -> str | None:
     """Return an error if `zero.resident` is less than a rank needs, else None."""
     given = plan.sharding.resident
-    needed = max(least_resident(plan, role.rank) for role in roles(plan)) if given else 0
+    # Programs take time to plan, and most budgets have room for all.
+    short = [role.rank for role in roles(plan) if _gathered(plan, role.rank) > given] if given else []
+    needed = max((least_resident(plan, rank) for rank in short), default=0)
     if needed <= given:
         return None
     kept = "all units of a stage, which pipeline.schedule message-driven keeps gathered"
@@ -29,3 +31,9 @@ def least_resident(plan: Plan, rank: int) -> int:
     # With a budget of one element, only units in use are gathered.
     spec = replace(ProgramSpec.of(plan, rank), resident=1)
     return Programs(spec).step.weights * plan.compute_bytes
+
+
+def _gathered(plan: Plan, rank: int) -> int:
+    """Bytes of all units that a rank gathers: more than any step needs at once."""
+    spec = ProgramSpec.of(plan, rank)
+    return plan.compute_bytes * sum(size for name, size in spec.padded.items() if spec.is_gathered(name))
