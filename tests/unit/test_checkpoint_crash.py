@@ -152,16 +152,21 @@ def test_sigkill_at_50_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("look", [1, 2], ids=["before it is written", "before it gets its name"])
 def test_a_folder_that_another_run_has_taken(tmp_path: Path, look: int) -> None:
+    """What that run is writing stays."""
     looks = []
 
     def confirm() -> None:
         looks.append(1)
-        if len(looks) == look:
+        if len(looks) >= look:
+            (tmp_path / "step-00000003.partial").mkdir(exist_ok=True)
             raise RunFailedError("another run trains here")
 
     assert save(tmp_path, 1) is None
     failure = Checkpointer(tmp_path, RANKS, 1, False, confirm).save(2, shards(2), {}, ABOUT)
     assert failure == "the checkpoint of step 2 was not saved: another run trains here; the one of step 1 stays"
+    found = set(os.listdir(tmp_path))
+    assert found - {"step-00000002.partial"} == {"step-00000001", "step-00000003.partial"}
+    recover(tmp_path)
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 

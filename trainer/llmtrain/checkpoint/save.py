@@ -209,7 +209,9 @@ class Checkpointer:
         try:
             self._finish(save, [self._write(save), *self._results()])
         except Exception as error:
-            with suppress(OSError):
+            # A run that has taken the folder may be writing into it.
+            with suppress(OSError, RunFailedError):
+                self._confirm()
                 clean(self._folder)
             failure = self._failure_text(save, _reason(error))
         else:

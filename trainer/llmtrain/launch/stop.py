@@ -124,6 +124,8 @@ def restore_handlers() -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     interrupted = number == signal.SIGINT
+    if number == signal.SIGHUP:
+        leave_terminal()
     # One rank reports for all, or our launcher.
     if LAUNCHER_PID not in os.environ and {os.environ.get(name, "0") for name in _RANK} == {"0"}:
         say(f"llmtrain: {'interrupted' if interrupted else STOPPED_EARLY}", err=True)
