@@ -240,7 +240,10 @@ TOLD = "told to stop before anything was done; the same command starts again"
 
 @pytest.mark.parametrize(
     ("number", "code", "sentence"),
-    [(signal.SIGINT, 130, "interrupted"), *((one, 75, TOLD) for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        *((one, 75, TOLD) for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)),
+    ],
 )
 @pytest.mark.parametrize(
     ("ranks", "when"),

@@ -94,12 +94,20 @@ FEW_CASES = [
         *cases(GRIDS)[3:8],
         *cases(QUANTIZED)[:3],
         *NARROW_SUMS,
-        *WIDE_GRADIENTS,
+        *WIDE_GRADIENTS[2::3],
         *BY_STAGE,
         SOON[2],
     ]
 ]
-MANY = [*SOON, *LATER, *(case for case, _ in SHARDED), *cases(GRIDS), *cases(QUANTIZED), *list(every())[::4]]
+MANY = [
+    *SOON,
+    *LATER,
+    *WIDE_GRADIENTS,
+    *(case for case, _ in SHARDED),
+    *cases(GRIDS),
+    *cases(QUANTIZED),
+    *list(every())[::4],
+]
 MANY += [case for case, _ in every_zero()][::4]
 MANY = [case for case in dict.fromkeys(map(counted, MANY)) if case not in FEW_CASES]
 
