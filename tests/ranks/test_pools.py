@@ -29,7 +29,7 @@ NARROW = (
         for node in (1, 2, 4)
     ]
     + NARROW_SUMS
-    + WIDE_GRADIENTS
+    + WIDE_GRADIENTS[::3]
 )
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
 OFFLOAD = [
