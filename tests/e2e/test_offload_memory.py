@@ -82,7 +82,7 @@ def run(limited: Path, tmp_path: Path) -> Run:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_states_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
-    beside = run(RECIPE, "beside")
+    beside = run(RECIPE, "beside", "--force")
     assert beside.returncode in KILLED, beside.stderr
     offloaded = run(RECIPE, "offloaded", *OFFLOAD)
     assert offloaded.returncode == 0, offloaded.stderr
@@ -96,7 +96,7 @@ def test_states_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_activations_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
     """The process takes what is planned."""
-    beside = run(DEEP, "beside")
+    beside = run(DEEP, "beside", "--force")
     assert beside.returncode in KILLED, beside.stderr
     offloaded = run(DEEP, "offloaded", "offload.activations=nvme", "offload.paths=[.]")
     assert offloaded.returncode == 0, offloaded.stderr

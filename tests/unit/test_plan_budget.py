@@ -228,13 +228,26 @@ def test_one_rank_has_no_groups() -> None:
     assert budget.rows[0].device["communicators"] == 0
 
 
-def test_a_process_s_own_memory() -> None:
+@pytest.mark.parametrize(
+    ("imports", "planned"),
+    [
+        ("llmtrain.training.loop", CPU.context),
+        ("llmtrain.training.loop, torch._dynamo", CPU.context + CPU.recomputation),
+    ],
+)
+def test_a_process_s_own_memory(imports: str, planned: int) -> None:
     # Not ru_maxrss, which counts what the process was before it ran this program: a copy of the tests' process.
-    program = "import llmtrain.training.loop; print(open('/proc/self/status').read())"
+    program = f"import {imports}; print(open('/proc/self/status').read())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)
     # Another build of torch takes more or less.
-    assert CPU.context / 2 < 1024 * int(peak) < 2 * CPU.context
+    assert 0.6 * planned < 1024 * int(peak) < 1.5 * planned
+
+
+def test_recomputation_takes_memory_of_a_process_on_a_cpu() -> None:
+    budgets = [made("activation_checkpointing=none", ranks=1)[1], made("activation_checkpointing=full", ranks=1)[1]]
+    plain, recomputing = (budget.rows[0].device["context"] for budget in budgets)
+    assert recomputing - plain == CPU.recomputation
 
 
 KEYS = {

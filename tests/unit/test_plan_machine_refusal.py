@@ -53,7 +53,7 @@ def test_activations_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("overrides", "world", "like", "advised"),
     [
-        ([], 1, ["activation_checkpointing=full"], "activation_checkpointing=full"),
+        (["data.sequence_length=4096"], 1, ["activation_checkpointing=full"], "activation_checkpointing=full"),
         (["activation_checkpointing=full"], 1, ["train.microbatch=2"], "train.microbatch=2"),
         ([*LEAN, "data.sequence_length=16384"], 1, ["data.sequence_length=4096"], "data.sequence_length=4096"),
         (LEAN, 2, ["zero.stage=3"], "zero.stage="),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llmtrain.comm.messages import Channel
 from llmtrain.parallel.pipeline.action_order import ActionOrder
@@ -23,8 +24,8 @@ from llmtrain.sharding.engine import Engine
 
 
 class _Seed(torch.autograd.Function):
-    """A scalar from which the backward pass of a stage's output begins, so that the output itself can be freed.
-    torch.autograd.backward also takes the gradient of an output, but imports sympy for it, which is 32 MiB."""
+    """A scalar from which the backward pass of a stage's output begins. torch.autograd.backward also takes the gradient
+    of an output, but imports sympy for it, which is 32 MiB."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, received: list[Tensor]) -> Tensor:
@@ -40,11 +41,11 @@ class _Seed(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Forwarded:
-    """What a forward pass keeps for its backward pass. result: the loss; of other stages than the last, a scalar whose
-    backward pass begins with the gradient in `received`."""
+    """What a forward pass keeps for its backward pass. result: the loss; of other stages than the last, the place in
+    autograd's graph where the gradient in `received` enters, so that the output itself can be freed."""
 
     input: Tensor
-    result: Tensor
+    result: Tensor | GradientEdge
     received: list[Tensor]
 
 
@@ -141,7 +142,7 @@ class Executor:
                 given, output = self._forward(action, step.rows[action.microbatch])
                 closes = self._stages[action.chunk].layout.closes
                 received = list[Tensor]()
-                result = output if closes else _Seed.apply(output, received)
+                result = output if closes else get_gradient_edge(_Seed.apply(output, received))
                 step.forwarded[key] = _Forwarded(given, result, received)
                 if closes:
                     step.losses.append(output.detach())
@@ -184,11 +185,11 @@ class Executor:
 
     def _backward(self, chunk: int, forwarded: _Forwarded, factor: float) -> None:
         layout = self._stages[chunk].layout
-        if layout.closes:
+        if isinstance(forwarded.result, Tensor):
             (forwarded.result * factor).backward()
         else:
             forwarded.received.append(self._links.receive(Channel(layout.stage + 1, layout.stage)))
-            forwarded.result.backward()
+            torch.autograd.backward(forwarded.result)
 
     def _backward_inputs(self, action: Action, forwarded: _Forwarded, factor: float) -> PendingWeightGradients:
         """Run the backward pass of the inputs alone, and send their gradient."""

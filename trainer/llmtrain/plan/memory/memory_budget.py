@@ -152,7 +152,7 @@ def _device_memory(plan: Plan, role: Role, buffers: Mapping[str, int]) -> dict[s
         **{name: part(plan, role) for name, part in _MODEL_STATES},
         **buffers,
         **passing,
-        "context": needs.context,
+        "context": needs.context + (needs.recomputation if plan.recomputes else 0),
         "communicators": communicator_bytes(plan, role.pipeline, needs),
         "fragmentation": lost,
     }
