@@ -18,7 +18,7 @@ from tests.ranks.evaluation_calls import evaluation_calls
 from tests.ranks.handed import Handed, text
 from tests.ranks.harness import Case, Result, Trained
 from tests.ranks.strategies import COVERING as SHARDED
-from tests.ranks.strategies import NARROW_SUMS, WIDE_GRADIENTS
+from tests.ranks.strategies import NARROW_SUMS, WIDE_SUMS
 from tests.ranks.test_breadth_first import LATER, SOON
 from tests.ranks.test_grid import BY_STAGE, QUANTIZED, every, every_zero
 from tests.ranks.test_grid import COVERING as GRIDS
@@ -94,7 +94,7 @@ FEW_CASES = [
         *cases(GRIDS)[3:8],
         *cases(QUANTIZED)[:3],
         *NARROW_SUMS,
-        *WIDE_GRADIENTS[2::3],
+        *WIDE_SUMS[2::3],
         *BY_STAGE,
         SOON[2],
     ]
@@ -102,7 +102,7 @@ FEW_CASES = [
 MANY = [
     *SOON,
     *LATER,
-    *WIDE_GRADIENTS,
+    *WIDE_SUMS,
     *(case for case, _ in SHARDED),
     *cases(GRIDS),
     *cases(QUANTIZED),

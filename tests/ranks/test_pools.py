@@ -16,7 +16,7 @@ from llmtrain.recipe.load import load_recipe
 
 from tests.ranks.harness import Case, Trained
 from tests.ranks.strategies import COVERING as SHARDED
-from tests.ranks.strategies import INT4, NARROW_SUMS, WIDE_GRADIENTS
+from tests.ranks.strategies import INT4, NARROW_SUMS, WIDE_SUMS
 from tests.ranks.test_grid import COVERING as GRIDS
 from tests.ranks.test_grid import QUANTIZED, grid
 from tests.ranks.test_handed import cases
@@ -29,7 +29,7 @@ NARROW = (
         for node in (1, 2, 4)
     ]
     + NARROW_SUMS
-    + WIDE_GRADIENTS[::3]
+    + WIDE_SUMS[::3]
 )
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
 OFFLOAD = [

@@ -214,6 +214,13 @@ class Plan:
         return wide or self.compute == "fp32"
 
     @property
+    def sends_sums(self) -> bool:
+        """Whether ranks send each other sums of gradients, and not only those of one microbatch."""
+        placements = self.sharding.placements.values()
+        within = ([level.span <= one.degrees.gradients for level in one.levels] for one in placements)
+        return self.sums_runs or any(one.hops_after_sum for one in placements) or any(sum(one) > 1 for one in within)
+
+    @property
     def averages_replicas(self) -> bool:
         """Whether tensor-parallel ranks take the mean of their gradients of TP-replicated parameters, which would
         differ: rounding of packed gradients depends on the rest of a block, and NCCL chooses the order of its fp32 sums

@@ -13,8 +13,8 @@ from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan, Sharding
 from llmtrain.plan.program.by_rank import programs_of
-from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.step_calls import StepCalls
+from llmtrain.plan.resolve.resident_check import gathered_bytes
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Filling:
 
     def _whole(self) -> int:
         """Return the most bytes of units that a rank gathers."""
-        specs = [ProgramSpec.of(self.plan, role.rank) for role in roles(self.plan)]
-        wholes = (sum(size for name, size in spec.padded.items() if spec.is_gathered(name)) for spec in specs)
-        return max(wholes) * self.plan.compute_bytes
+        return max(gathered_bytes(self.plan, role.rank) for role in roles(self.plan))
 
     def _with(self, zero: ZeroSettings) -> Plan:
         return replace(self.plan, sharding=self.sharding(zero))

@@ -289,6 +289,11 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield a sentence for each key of the recipe that is set, but of which its plan has no decision."""
     if recipe.precision.gradients == "compute" and plan.compute == "fp32":
         yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
+    if recipe.precision.reduce == "fp32" and plan.compute != "fp32" and plan.grid.world > 1 and not plan.sends_sums:
+        yield (
+            f"precision.reduce is fp32, but each rank sends gradients of one microbatch alone, which are {plan.compute},"
+            " and no sum of them; leave it out"
+        )
     offload, unset = recipe.offload, Offload()
     # Sums of gradients move in buckets too.
     buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)

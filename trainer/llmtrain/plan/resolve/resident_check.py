@@ -6,7 +6,7 @@ from llmtrain_data import units
 
 from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.build import Programs
+from llmtrain.plan.program.build import Programs, residency_units
 from llmtrain.plan.program.spec import ProgramSpec
 
 
@@ -14,7 +14,7 @@ def resident_problem(plan: Plan) -> str | None:
     """Return an error if `zero.resident` is less than a rank needs, else None."""
     given = plan.sharding.resident
     # Programs take time to plan, and most budgets have room for all.
-    short = [role.rank for role in roles(plan) if _gathered(plan, role.rank) > given] if given else []
+    short = [role.rank for role in roles(plan) if gathered_bytes(plan, role.rank) > given] if given else []
     needed = max((least_resident(plan, rank) for rank in short), default=0)
     if needed <= given:
         return None
@@ -33,7 +33,6 @@ def least_resident(plan: Plan, rank: int) -> int:
     return Programs(spec).step.weights * plan.compute_bytes
 
 
-def _gathered(plan: Plan, rank: int) -> int:
-    """Bytes of all units that a rank gathers: more than any step needs at once."""
-    spec = ProgramSpec.of(plan, rank)
-    return plan.compute_bytes * sum(size for name, size in spec.padded.items() if spec.is_gathered(name))
+def gathered_bytes(plan: Plan, rank: int) -> int:
+    """Return the bytes of all units that a rank gathers: the most that a step can use at once."""
+    return plan.compute_bytes * sum(residency_units(ProgramSpec.of(plan, rank)).sizes.values())
