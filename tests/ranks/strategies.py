@@ -72,8 +72,8 @@ NARROW_SUMS = [
     Case(4, ("zero.stage=0", INT4, BF16, NARROW), accumulation=4, tensor=2),
     Case(4, ("zero.stage=1", BF16, NARROW), ("model.tie_embeddings=true",), accumulation=4, pipeline=2),
 ]
-# Sums of 16-bit gradients that are sent in fp32: whole, sharded, over two levels, with copies, sliced, packed, tied, and
-# of runs of passes.
+# Sums of 16-bit gradients, sent in fp32: whole, sharded, over two levels, with copies, sliced, packed, tied, and of
+# runs of passes.
 WIDE_SUMS = [
     Case(2, ("zero.stage=0", BF16, WIDE), accumulation=4),
     Case(2, ("zero.stage=3", BF16, WIDE), node=1, accumulation=4),

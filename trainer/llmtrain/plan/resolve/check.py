@@ -291,8 +291,8 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield "precision.gradients is compute, but precision.compute is fp32, in which gradients are summed anyway"
     if recipe.precision.reduce == "fp32" and plan.compute != "fp32" and plan.grid.world > 1 and not plan.sends_sums:
         yield (
-            f"precision.reduce is fp32, but each rank sends gradients of one microbatch alone, which are {plan.compute},"
-            " and no sum of them; leave it out"
+            "precision.reduce is fp32, but each rank sends gradients of one microbatch alone, which are "
+            f"{plan.compute}, and no sum of them; leave it out"
         )
     offload, unset = recipe.offload, Offload()
     # Sums of gradients move in buckets too.
