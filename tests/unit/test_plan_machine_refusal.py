@@ -120,6 +120,17 @@ def test_files_are_advised_where_folders_are_given(tmp_path: Path, monkeypatch: 
     assert "set offload.activations=nvme" in (refused(monkeypatch, folders, facts, whole(there) - 1) or "")
 
 
+def test_files_on_a_volume_that_nobody_has_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no change in memory makes fit a CPU's."""
+    facts, large = Facts(world=1, device="cpu"), [*LEAN, "model.hidden=1024", "data.sequence_length=128"]
+    files = ["offload.optimizer=nvme", "offload.share=1"]
+    there = needed(recipe(tmp_path, *large, *files, "offload.paths=[.]"), facts)
+    said = refused(monkeypatch, recipe(tmp_path, *large), facts, there) or ""
+    advised = re.search(r"; set (.*) with the folder of an NVMe volume in place of \., which needs ", said)
+    assert advised, said
+    assert needed(recipe(tmp_path, *large, *advised[1].split()), facts) <= there
+
+
 def test_the_ranks_of_one_machine_count(tmp_path: Path) -> None:
     """Four ranks on two machines of two; with stages, those of the fullest machine."""
     four = recipe(tmp_path, "parallel.data=4", "train.microbatch=2")

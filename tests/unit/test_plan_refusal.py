@@ -122,6 +122,24 @@ def test_the_host_s_memory_that_an_offload_needs(stated: bool, capsys: pytest.Ca
     assert f"; set {OFFLOAD}, which needs {units.size(budget.fullest.total)}{needed} (--force" in error
 
 
+@pytest.mark.parametrize("given", ["offload.optimizer=none", OFFLOAD])
+def test_files_where_no_volume_is_named(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hosts have no room for states. The advice, followed, fits."""
+    keys = (*LARGE, "zero.stage=3", "train.microbatch=1", "activation_checkpointing=full", "model.heads=1", given)
+    files = ("offload.optimizer=nvme", "offload.parameters=nvme", "offload.paths=[.]", "offload.spare=0")
+    _, budget = made(*keys[:-1], *files, cluster(None), "checkpoint.async=false")
+    memory = (cluster(budget.fullest.total), f"cluster.node.host.memory={8 * budget.host}B")
+    code, _, error = planned(capsys, *keys, *memory, "--ranks", "8")
+    assert code == 2
+    assert "makes it fit without files, so set " in error
+    advised = re.search(r"so set (.*) with the folder of an NVMe volume in place of \., which needs (.*?), or ", error)
+    assert advised, error
+    assert "offload.paths=[.]" in advised[1].split()
+    followed = {key.split("=")[0]: key for key in (*keys, *advised[1].split())}
+    code, found, error = planned(capsys, *followed.values(), *memory, "--ranks", "8")
+    assert (code, error, found["memory"]["excess"]) == (0, "", 0)
+
+
 def test_changes_in_their_order() -> None:
     recipe = load_recipe("tiny.yaml", ["train.microbatch=4", cluster(None, ranks=4)])
     plan = make_plan(recipe, Facts(world=8, device="cpu", ranks_per_node=4))

@@ -13,6 +13,7 @@ Rates are bytes in one direction by the time of both.
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -48,6 +49,8 @@ def main() -> None:
     parser.add_argument("--folder", default="/var/tmp", help="a folder on the disk")
     parser.add_argument("--write", type=Path, help="document to update with the tables")
     arguments = parser.parse_args()
+    if shutil.which("fio") is None:
+        parser.error("fio is not installed (apt-get install fio)")
     torch.set_num_threads(arguments.threads)
     load, numel = os.getloadavg()[0], arguments.millions << 20
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

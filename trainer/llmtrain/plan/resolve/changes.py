@@ -10,6 +10,10 @@ from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 from llmtrain.recipe.zero import STAGES
 
+# The keys of `offload` that say where something rests.
+OFFLOADABLE = ("activations", "optimizer", "parameters")
+# A folder of which nothing is known but that there is one.
+ANY_VOLUME = "."
 # What keys of a recipe are set to.
 Values = dict[str, Any]
 
@@ -30,7 +34,14 @@ class Change:
             # `async` is no name in Python.
             named = {"asynchronous" if name == "async" else name: value}
             changed = replace(changed, **{section: replace(getattr(changed, section), **named) if name else value})
-        return cls(tuple(f"{key}={str(value).lower()}" for key, value in values.items()), changed)
+        return cls(tuple(f"{key}={_text(value)}" for key, value in values.items()), changed)
+
+    @property
+    def advice(self) -> str:
+        """What to do to make the change."""
+        unnamed = f"offload.paths={_text((ANY_VOLUME,))}" in self.keys
+        volume = f" with the folder of an NVMe volume in place of {ANY_VOLUME}" if unnamed else ""
+        return f"set {' '.join(self.keys)}{volume}"
 
 
 def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
@@ -38,9 +49,7 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     the strongest together, and those that offload, alone and with others. What is offloaded is sharded first where
     there are replicas, each of which would else have all of it in its host's memory."""
     sharding, activations, grids = _sharding(plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
-    # The one that takes least of each section.
-    least = list({next(iter(values)).partition(".")[0]: values for values in activations}.values())
-    together = [_merged(least)] if len(least) > 1 else []
+    least, together = _fewest(activations)
     # Tensor parallelism splits all activations only with that of the sequence.
     wide = [values | {"parallel.sequence": True} for values in grids if "parallel.tensor" in values][-1:]
     for values in (
@@ -53,9 +62,20 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
         *(_merged([*sharding[-1:], fewer]) for fewer in together),
         *wide,
         *(_merged([*sharding[-1:], *least, values]) for values in wide),
-        *_offloads(recipe, plan, sharding, [*least, *together]),
+        *_offloads(recipe, plan, sharding, [*least, *together], _tiers(recipe, plan)),
     ):
         yield Change.of(recipe, values)
+
+
+def file_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
+    """Yield, where no volume is named, the changes that offload to files on one, those that cost least time first."""
+    if "nvme" in _tiers(recipe, plan):
+        return
+    given, least = recipe.offload, _fewest(list(_activations(recipe, plan)))
+    moved: Values = {f"offload.{key}": "nvme" for key in OFFLOADABLE if getattr(given, key) == "host"}
+    further = _offloads(recipe, plan, _sharding(plan), [*least[0], *least[1]], ("nvme",))
+    for values in (*([moved] if moved else ()), *further):
+        yield Change.of(recipe, moved | values | {"offload.paths": (ANY_VOLUME,)})
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
@@ -67,7 +87,7 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
         yield Change.of(recipe, {"checkpoint.async": False})
     if plan.sharding.offload.spare:
         yield Change.of(recipe, {"offload.spare": 0.0})
-    for key in ("activations", "optimizer", "parameters"):
+    for key in OFFLOADABLE:
         if getattr(given, key) == "host" and "nvme" in _tiers(recipe, plan):
             yield Change.of(recipe, {f"offload.{key}": "nvme"})
     if given.activations == "host":
@@ -80,6 +100,11 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     if not given.paths:
         step = {"offload.step": "host"} if given.step == "device" else {}
         yield Change.of(recipe, step | {"offload.optimizer": "none"})
+
+
+def _text(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
 
 
 def _merged(several: Sequence[Values]) -> Values:
@@ -139,12 +164,19 @@ def _grids(recipe: Recipe, plan: Plan) -> Iterator[Values]:
                 yield {f"parallel.{axis.value}": degree} | stated
 
 
+def _fewest(activations: Sequence[Values]) -> tuple[list[Values], list[Values]]:
+    """Return, of the changes that keep fewer activations, the one of each section that keeps fewest, and all of these
+    together where there are several."""
+    least = list({next(iter(values)).partition(".")[0]: values for values in activations}.values())
+    return least, [_merged(least)] if len(least) > 1 else []
+
+
 def _offloads(
-    recipe: Recipe, plan: Plan, sharding: Sequence[Values], activations: Sequence[Values]
+    recipe: Recipe, plan: Plan, sharding: Sequence[Values], activations: Sequence[Values], tiers: Sequence[str]
 ) -> Iterator[Values]:
-    """Yield changes that offload: activations, where they are recomputed, optimizer states, and all model states; then
-    these with each of `activations`."""
-    given, tiers = recipe.offload, _tiers(recipe, plan)
+    """Yield changes that offload to each of `tiers`: activations, where they are recomputed, optimizer states, and all
+    model states; then these to the first tier with each of `activations`."""
+    given = recipe.offload
     if plan.recomputes and given.activations == "none":
         yield from ({"offload.activations": tier} for tier in tiers)
     optimizer = ("optimizer",) if given.optimizer == "none" else ()

@@ -11,7 +11,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import host_memory, memory_budget, sure_bytes
 from llmtrain.plan.per_rank.roles import Role, roles
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.changes import Change, changes, host_changes
+from llmtrain.plan.resolve.changes import Change, changes, file_changes, host_changes
 from llmtrain.plan.resolve.refusal import planned
 from llmtrain.recipe.schema import Recipe
 
@@ -25,7 +25,7 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     where a description states more.
 
     The sentence names the first change that makes it fit: on GPUs those of `host_changes`, then those of
-    `changes`, then a shorter sequence.
+    `changes`, then a shorter sequence, then those of `file_changes`.
     """
     # Memory that a GPU copies from and to is pinned.
     whole = machine_memory(swap=plan.device == "cpu")
@@ -40,10 +40,10 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
         f"has {units.size(whole)}{'' if there == whole else f', of which ranks may take {units.size(there)}'}"
     )
     first = host_changes(recipe, plan) if plan.device == "cuda" else ()
-    for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan)):
+    for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan), *file_changes(recipe, plan)):
         changed = planned(change.recipe, facts)
         if changed is not None and (after := machine_bytes(changed, facts, there)) <= there:
-            return f"{said}; set {' '.join(change.keys)}, which needs {units.size(after)} (--force takes it as it is)"
+            return f"{said}; {change.advice}, which needs {units.size(after)} (--force takes it as it is)"
     shards = "zero.stage, parallel, " if facts.world > 1 else ""
     return (
         f"{said}; no change of {shards}train.microbatch, activation_checkpointing, offload or "

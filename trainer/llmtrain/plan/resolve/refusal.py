@@ -1,6 +1,6 @@
 """A run that does not fit the memory of its ranks: why, and the change that makes it fit. No torch in here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llmtrain_data import units
@@ -12,7 +12,7 @@ from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.device_overhead import overhead_of
 from llmtrain.plan.memory.memory_budget import Budget, memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.changes import Change, Values, changes, host_changes
+from llmtrain.plan.resolve.changes import Change, Values, changes, file_changes, host_changes
 from llmtrain.plan.resolve.check import check
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.schema import Recipe
@@ -47,13 +47,17 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
     if advised := advice(recipe, facts, plan, found):
         change, after = advised
         needed = _needed(plan, found, after)
-        return f"{said}; set {' '.join(change.keys)}, which needs {needed} (--force takes it as it is)"
+        return f"{said}; {change.advice}, which needs {needed} (--force takes it as it is)"
     more = _more_ranks(recipe, facts, plan)
-    smaller = f"{more}, or a smaller model" if more else "a smaller model"
+    files = first_fitting(file_changes(recipe, plan), facts)
+    instead = [f"take {more or 'a smaller model'}", *(["a smaller model"] if more else [])]
+    if files:
+        change, after = files
+        instead.insert(0, f"{change.advice}, which needs {_needed(plan, found, after)}")
     return (
         f"{said}; no change of zero.stage, activation_checkpointing, train.microbatch, parallel, pipeline, offload or "
-        f"checkpoint.async that llmtrain tries, alone or in pairs, makes it fit, so take {smaller} (--force takes it "
-        "as it is)"
+        f"checkpoint.async that llmtrain tries, alone or in pairs, makes it fit{' without files' if files else ''}, so "
+        f"{', or '.join(instead)} (--force takes it as it is)"
     )
 
 
@@ -87,9 +91,18 @@ def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Ch
     alone is exceeded, `host_changes` come before `changes`. budget: the plan's."""
     limit = budget.limit
     states_exceed = limit is not None and any(row.model_states > limit for row in budget.rows)
-    for change in (*(host_changes(recipe, plan) if not budget.excess else ()), *changes(recipe, plan)):
-        if states_exceed and all(key.partition("=")[0] in OF_ACTIVATIONS for key in change.keys):
-            continue
+    every = (*(host_changes(recipe, plan) if not budget.excess else ()), *changes(recipe, plan))
+    helpful = (
+        change
+        for change in every
+        if not (states_exceed and all(key.partition("=")[0] in OF_ACTIVATIONS for key in change.keys))
+    )
+    return first_fitting(helpful, facts)
+
+
+def first_fitting(several: Iterable[Change], facts: Facts) -> tuple[Change, Budget] | None:
+    """Return the first of several changes with which a recipe fits, and its memory; None if none does."""
+    for change in several:
         if after := _fitting(change.recipe, facts):
             return change, after
     return None
