@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from llmtrain_data.bounds import Factor, Hidden, Layers, SequenceLength, Vocab, Width
 from llmtrain_kernels.activation.kinds import Activation
@@ -109,11 +110,11 @@ class GPTConfig:
     rope_scaling: RopeScaling | None = None
 
     @classmethod
-    def of(cls, sizes: Mapping[str, Any]) -> Self:
+    def of(cls, sizes: Mapping[str, Any]) -> "GPTConfig":
         """Return the shape of these sizes, which may be untrusted. Raises ValueError with one sentence."""
         try:
             # Read as JSON: pydantic's strict mode accepts a mapping only from JSON, not from Python.
-            return TypeAdapter(cls).validate_json(json.dumps(dict(sizes)), strict=True)
+            return _adapter().validate_json(json.dumps(dict(sizes)), strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             if first["type"] == "value_error":
@@ -152,6 +153,11 @@ class GPTConfig:
     def rotary_dim(self) -> int:
         """Channels of one head that RoPE rotates."""
         return int(self.head_dim * self.rotary_fraction)
+
+
+@cache
+def _adapter() -> TypeAdapter[GPTConfig]:
+    return TypeAdapter(GPTConfig)
 
 
 def may_differ(family: Family, weights_alone: bool) -> frozenset[str]:

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
@@ -43,7 +43,7 @@ class RoleMemory:
     @property
     def model_states(self) -> int:
         """Bytes of model states on the device."""
-        return sum(self.device[name] for name, _ in _MODEL_STATES)
+        return sum(self.device[name] for name in _MODEL_STATES)
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ def host_memory(plan: Plan, role: Role) -> dict[str, int]:
 
 
 def _device_memory(plan: Plan, role: Role, buffers: Mapping[str, int]) -> dict[str, int]:
-    needs, passing = overhead_of(plan.device), passing_memory(plan, role)
+    needs, passing, states = overhead_of(plan.device), passing_memory(plan, role), role_states(plan, role)
     lost = passing.pop("fragmentation")
     return {
-        **{name: part(plan, role) for name, part in _MODEL_STATES},
+        **{name: getattr(states, name) for name in _MODEL_STATES},
         **buffers,
         **passing,
         "context": needs.context + (needs.recomputation if plan.recomputes else 0),
@@ -197,13 +197,5 @@ def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
         }
 
 
-_Part = tuple[str, Callable[[Plan, Role], int]]
-
-_MODEL_STATES: tuple[_Part, ...] = (
-    ("weights", lambda plan, role: role_states(plan, role).weights),
-    ("gradients", lambda plan, role: role_states(plan, role).gradients),
-    ("optimizer", lambda plan, role: role_states(plan, role).optimizer),
-    ("secondary", lambda plan, role: role_states(plan, role).secondary),
-    ("replicated", lambda plan, role: role_states(plan, role).replicated),
-)
+_MODEL_STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
 """Model states, which last as long as the run."""

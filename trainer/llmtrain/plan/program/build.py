@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.buffer_pool import paired_offsets, paired_size
@@ -22,13 +22,7 @@ class Programs:
     @cached_property
     def step(self) -> Program:
         """The program of one optimizer step."""
-        spec = self.spec
-        found = _program(
-            spec,
-            spec.actions,
-            lambda actions: backward_passes(actions, spec.stages, spec.splits_backward, spec.sums_runs),
-        )
-        return replace(found, finish=spec.finish)
+        return _step(self.spec)
 
     @cached_property
     def from_secondary(self) -> frozenset[str]:
@@ -42,6 +36,17 @@ class Programs:
         groups: microbatches of each. Gathered weights fit into the step's memory for them."""
         actions = evaluation_actions(len(self.spec.stages), groups)
         return _program(self.spec, actions, lambda actions: [()] * len(actions), self.step.weights)
+
+
+# Recipes that are tried one after another often have the same programs.
+@lru_cache(maxsize=16)
+def _step(spec: ProgramSpec) -> Program:
+    found = _program(
+        spec,
+        spec.actions,
+        lambda actions: backward_passes(actions, spec.stages, spec.splits_backward, spec.sums_runs),
+    )
+    return replace(found, finish=spec.finish)
 
 
 def evaluation_actions(chunks: int, groups: Sequence[int]) -> list[Action]:

@@ -47,6 +47,10 @@ class ProgramSpec:
     finish: tuple[ReplicaSum, ...] = ()
     sums_runs: bool = False
 
+    def __hash__(self) -> int:
+        """Return a hash of some of the fields."""
+        return hash((len(self.actions), self.resident, tuple(self.padded.values())))
+
     @classmethod
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
         """Return the part of a rank of the run."""

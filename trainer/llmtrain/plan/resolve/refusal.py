@@ -20,8 +20,14 @@ from llmtrain.recipe.zero import STAGES
 
 # How many times as many ranks are tried.
 TIMES = (2, 4, 8)
-# Keys that change no model states.
-OF_ACTIVATIONS = ("parallel.sequence", "activation_checkpointing", "train.microbatch", "offload.activations")
+# Keys that, alone, change no model states.
+OF_ACTIVATIONS = (
+    "parallel.sequence",
+    "activation_checkpointing",
+    "train.microbatch",
+    "offload.activations",
+    "offload.paths",
+)
 
 
 def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = None) -> str | None:
@@ -49,7 +55,7 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
         needed = _needed(plan, found, after)
         return f"{said}; {change.advice}, which needs {needed} (--force takes it as it is)"
     more = _more_ranks(recipe, facts, plan)
-    files = first_fitting(file_changes(recipe, plan), facts)
+    files = _first_fitting(file_changes(recipe, plan), facts, found)
     instead = [f"take {more or 'a smaller model'}", *(["a smaller model"] if more else [])]
     if files:
         change, after = files
@@ -89,20 +95,18 @@ def _host_excess(budget: Budget, stated: StatedMemory) -> str:
 def advice(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget) -> tuple[Change, Budget] | None:
     """Return the first change with which a recipe fits, and its memory; None if none does. Where the host's memory
     alone is exceeded, `host_changes` come before `changes`. budget: the plan's."""
+    host = host_changes(recipe, plan) if not budget.excess else ()
+    return _first_fitting((*host, *changes(recipe, plan)), facts, budget)
+
+
+def _first_fitting(several: Iterable[Change], facts: Facts, budget: Budget) -> tuple[Change, Budget] | None:
+    """Return the first of several changes with which a recipe fits, and its memory; None if none does. budget: of the
+    plan without a change."""
     limit = budget.limit
     states_exceed = limit is not None and any(row.model_states > limit for row in budget.rows)
-    every = (*(host_changes(recipe, plan) if not budget.excess else ()), *changes(recipe, plan))
-    helpful = (
-        change
-        for change in every
-        if not (states_exceed and all(key.partition("=")[0] in OF_ACTIVATIONS for key in change.keys))
-    )
-    return first_fitting(helpful, facts)
-
-
-def first_fitting(several: Iterable[Change], facts: Facts) -> tuple[Change, Budget] | None:
-    """Return the first of several changes with which a recipe fits, and its memory; None if none does."""
     for change in several:
+        if states_exceed and all(key.partition("=")[0] in OF_ACTIVATIONS for key in change.keys):
+            continue
         if after := _fitting(change.recipe, facts):
             return change, after
     return None
