@@ -186,17 +186,27 @@ def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int
 
     Raises DataError if the vocabulary lacks it.
     """
-    token = configured_token(Path(folder), "eos_token") or END_OF_TEXT
-    try:
-        number = tokenizer.token_to_id(token)
-    except UnicodeEncodeError:  # JSON may hold lone surrogates, which no vocabulary has
-        number = None
+    number = known_end_of_text_id(folder, tokenizer)
     if number is None:
+        token = configured_token(Path(folder), "eos_token") or END_OF_TEXT
         raise DataError(
             f"the tokenizer in {folder} has no end-of-text token ({token!r} is not in its vocabulary); "
             "set eos_token in its tokenizer_config.json, or prepare documents without an end token with --no-eod"
         )
-    return int(number)
+    return number
+
+
+def known_end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int | None:
+    """Return the id of the configured eos token, else of `<|endoftext|>`; None if the vocabulary lacks it.
+
+    Raises DataError if the configuration cannot be read.
+    """
+    token = configured_token(Path(folder), "eos_token") or END_OF_TEXT
+    try:
+        number = tokenizer.token_to_id(token)
+    except UnicodeEncodeError:  # JSON may hold lone surrogates, which no vocabulary has
+        return None
+    return None if number is None else int(number)
 
 
 def begin_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int | None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +318,24 @@ def test_the_end_of_text_of_a_tokenizer_that_names_none(tmp_path: Path, given: l
     path.write_text(path.read_text().replace('"</s>"', '"<|endoftext|>"'))
     list(complete(open_model(save(tmp_path, RECIPE, {}), print), "", 1, Sampling(), folder))
     assert given == [[END]]
+
+
+def test_the_tokenizer_is_that_of_the_preparation(tmp_path: Path, given: list[list[int]]) -> None:
+    """transformers builds GPT2Tokenizer anew from the vocabulary and the merges, with GPT-2's own splits."""
+    folder = made(tmp_path / "bytewise", None)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_str(path.read_text())
+    single, bytewise = pre_tokenizers.Split("l", "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([single, bytewise])
+    tokenizer.save(str(path))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "hello world"}) + "\n")
+    run(tmp_path / "in.jsonl", folder, tmp_path / "set", prepend_begin=False)
+    (document,) = documents(tmp_path / "set")
+    model = replace(open_model(save(tmp_path, RECIPE, sets(None)), print), tokenizer=folder)
+    model.model.config = replace(model.model.config, vocab=300)
+    list(complete(model, "hello world", 1, Sampling(), None))
+    assert [[*ids, END] for ids in given] == [document]
 
 
 TINY = """

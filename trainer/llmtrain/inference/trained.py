@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SamplePart, Split, open_split
 from llmtrain_data.indexed import bin_path
-from llmtrain_data.tokenizer import END_OF_TEXT, hf_tokenizer
+from llmtrain_data.tokenizer import known_end_of_text_id, load_tokenizer
 from llmtrain_data.waiting import Waiting
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -32,6 +32,9 @@ from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.run_data import document_begin
+
+if TYPE_CHECKING:
+    import tokenizers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +186,9 @@ def complete(
     folder = tokenizer_folder or trained.tokenizer
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
-    tokenizer = hf_tokenizer(folder)
-    end: int | None = tokenizer.backend_tokenizer.token_to_id(tokenizer.eos_token or END_OF_TEXT)
+    # That of `llmtrain data prepare`: transformers builds some classes anew, with other splits than tokenizer.json.
+    tokenizer = load_tokenizer(folder)
+    end = known_end_of_text_id(folder, tokenizer)
     start = _prompt_ids(trained, tokenizer, prompt) or [end or 0]
     vocab = trained.model.config.vocab
     wrong = next((token for token in start if not 0 <= token < vocab), None)
@@ -199,19 +203,19 @@ def complete(
     shown = ""
     for token in generate(trained.model, start, count, sampling, end):
         tokens.append(token)
-        text = str(tokenizer.decode(tokens))
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
         # A character may take several tokens; yield it when it is complete.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text
 
 
-def _prompt_ids(trained: TrainedModel, tokenizer: Any, prompt: str) -> list[int]:
+def _prompt_ids(trained: TrainedModel, tokenizer: "tokenizers.Tokenizer", prompt: str) -> list[int]:
     """Return the ids that a document of the model's data begins with where its text begins with the prompt.
 
     The data of an imported checkpoint is unknown, so the tokenizer's template says how it begins. Raises BadInputError.
     """
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=trained.data is None)
+    ids = tokenizer.encode(prompt, add_special_tokens=trained.data is None).ids
     if trained.data is None:
         return ids
     try:
