@@ -338,6 +338,23 @@ def test_the_tokenizer_is_that_of_the_preparation(tmp_path: Path, given: list[li
     assert [[*ids, END] for ids in given] == [document]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"), [("w7", "w7 w8 w9"), ("w7 " * 20 + "w7", "w7 " * 20 + "w7 w8 w9"), ("", "w8 w9")]
+)
+def test_the_space_between_the_prompt_and_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, shown: str
+) -> None:
+    """Decoders of tokens that begin with a space, such as Llama 2's, leave it out before the first one."""
+    monkeypatch.setattr(trained, "generate", lambda *rest: iter((8, 9)))
+    folder = words(tmp_path / "words")
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_str(path.read_text().replace('"w', '"\u2581w'))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(path))
+    model = open_model(save(tmp_path, RECIPE, sets(BEGIN)), print)
+    assert "".join(complete(model, prompt, 2, Sampling(), folder)) == shown
+
+
 TINY = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2}}
 data: {{path: {folder}/set, tokenizer: {folder}/bpe, sequence_length: 16}}

@@ -36,6 +36,9 @@ from llmtrain.training.run_data import document_begin
 if TYPE_CHECKING:
     import tokenizers
 
+# Tokens of the prompt that are decoded before the generated ones.
+_CONTEXT = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
@@ -199,8 +202,9 @@ def complete(
         )
     trained.notice()
     yield prompt
-    tokens: list[int] = []
-    shown = ""
+    # Decoded alone, the first new token may lose the space before its word.
+    tokens = tokenizer.encode(prompt, add_special_tokens=False).ids[-_CONTEXT:]
+    shown = tokenizer.decode(tokens, skip_special_tokens=False)
     for token in generate(trained.model, start, count, sampling, end):
         tokens.append(token)
         text = tokenizer.decode(tokens, skip_special_tokens=False)
