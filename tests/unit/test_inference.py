@@ -16,7 +16,9 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.inference.generate import Sampling, draw
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
+from llmtrain_data.checksums import Encoding
 from llmtrain_data.indexed import IndexedWriter
+from llmtrain_data.tokenizer import tokenizer_identity
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 CONFIG = GPTConfig(
@@ -101,6 +103,22 @@ def test_data_of_another_vocabulary(
     if said is None:
         assert main(words) == 0
     else:
+        assert said in refused(capsys, *words)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the model's tokenizer", "another"])
+def test_data_of_another_tokenizer(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], own: bool) -> None:
+    """Ids of another tokenizer may all be in the vocabulary."""
+    folder = tokenizer(Path(model) / "tokenizer", 65)
+    encoding = Encoding(tokenizer_identity(folder) + (not own), None)
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16), encoding)
+    writer.add(np.arange(65), np.array([65]))
+    writer.commit()
+    words = ("eval", model, "--data", str(tmp_path / "set"))
+    if own:
+        assert main(words) == 0
+    else:
+        said = f"the set {tmp_path / 'set'} was prepared with another tokenizer than the model's, {folder}; prepare"
         assert said in refused(capsys, *words)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from llmtrain_data.config import DataConfig
-from llmtrain_data.dataset import SamplePart, Split, open_split
+from llmtrain_data.dataset import SamplePart, Samples, Split, open_split
 from llmtrain_data.indexed import bin_path
-from llmtrain_data.tokenizer import known_end_of_text_id, load_tokenizer
+from llmtrain_data.tokenizer import known_end_of_text_id, load_tokenizer, tokenizer_identity
 from llmtrain_data.waiting import Waiting
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -128,6 +128,8 @@ def evaluate_on(
         if not bin_path(path).exists() and (found := found_elsewhere(path, ".bin", _folders_of(trained))):
             raise BadInputError(f"there is no file {path}.bin; {found} with --data")
     samples = open_split(data, "train" if everything else split or "valid", trained.model.config.vocab)
+    if prefix is not None:
+        _check_prepared_with_tokenizer(trained, samples)
     samples.check_ids()
     trained.notice()
 
@@ -151,6 +153,24 @@ def evaluate_on(
         "unigram_entropy": samples.unigram_entropy(),
         **({"sources": list(map(_source, parts, losses))} if len(parts) > 1 else {}),
     }
+
+
+def _check_prepared_with_tokenizer(trained: TrainedModel, samples: Samples) -> None:
+    """Raise BadInputError if a set records that another tokenizer than the model's prepared it."""
+    recorded = {
+        source.data.prefix: source.data.checksums.encoding.tokenizer
+        for source in samples.sources
+        if source.data.checksums is not None and source.data.checksums.encoding is not None
+    }
+    if trained.tokenizer is None or not recorded:
+        return
+    own = tokenizer_identity(trained.tokenizer)
+    for prefix, identity in recorded.items():
+        if identity != own:
+            raise BadInputError(
+                f"the set {prefix} was prepared with another tokenizer than the model's, {trained.tokenizer}; prepare "
+                "its texts again with that one"
+            )
 
 
 def _source(part: SamplePart, loss: float) -> dict[str, JsonValue]:
