@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -71,7 +72,13 @@ class _Mapping(_Additions, kw_only=True):
     model: _MergingModel
 
 
-Part = TypeVar("Part", _Additions, _Description, _Mapping)
+class _Tokens(_Additions, kw_only=True):
+    """The part of a `tokenizer.json` that names its tokens."""
+
+    model: _MergingModel | None = None
+
+
+Part = TypeVar("Part", _Description, _Mapping, _Tokens)
 
 
 def tokenizer_size(folder: str | Path) -> int:
@@ -117,9 +124,17 @@ def tokenizer_identity(folder: str | Path) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.json.encode([ids, pieces, merges], order="sorted"))
 
 
-def added_tokens(folder: Path) -> list[AddedToken]:
-    """Return the added tokens of the folder's `tokenizer.json`; empty without that file. Raises DataError."""
-    return (_decoded(folder, _Additions).added_tokens or []) if (folder / "tokenizer.json").exists() else []
+def token_ids(folder: Path) -> dict[str, int]:
+    """Return the id of each token of the folder's tokenizer; empty if it holds none. Raises DataError."""
+    if not (folder / "tokenizer.json").exists():
+        # An imported model's folder may hold nothing but a generation_config.json.
+        with suppress(DataError):
+            return dict(hf_tokenizer(folder).get_vocab())
+        return {}
+    found = _decoded(folder, _Tokens)
+    vocab = {} if found.model is None else found.model.vocab
+    ids = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+    return ids | {token.content: token.id for token in found.added_tokens or []}
 
 
 def _decoded(folder: Path, part: type[Part]) -> Part:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from llmtrain.checkpoint.convert.convert import convert
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
+from llmtrain.checkpoint.convert.tokenizer import special_tokens
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
@@ -287,6 +288,25 @@ def test_tokenizer_and_generation_config_travel(token: str, settings: dict[str, 
     for name in ("config.json", "generation_config.json"):
         found = json.loads((tmp_path / "back" / name).read_text())
         assert (found["bos_token_id"], found["eos_token_id"]) == (None, 3)
+
+
+VOCAB = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": json.dumps({"model": {"vocab": VOCAB, "merges": ["a b"]}})},
+        {"tokenizer.json": json.dumps({"model": {"vocab": [[token, -1.0] for token in VOCAB]}})},
+        {"vocab.json": json.dumps(VOCAB), "merges.txt": "#version: 0.2\na b\n"},
+    ],
+    ids=["BPE", "Unigram", "without a tokenizer.json"],
+)
+def test_the_end_of_text_need_not_be_an_added_token(tmp_path: Path, files: dict[str, str]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert special_tokens(tmp_path) == {"bos_token_id": None, "eos_token_id": 3}
 
 
 def test_what_is_of_exports_alone(tmp_path: Path) -> None:

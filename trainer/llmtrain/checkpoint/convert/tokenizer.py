@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.replace import replace_file
-from llmtrain_data.tokenizer import END_OF_TEXT, added_tokens, configured_token
+from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, token_ids
 
 from llmtrain.errors import BadInputError
 
@@ -59,7 +59,7 @@ def special_tokens(folder: Path | None) -> dict[str, int | None]:
     if folder is None:
         return {"bos_token_id": None, "eos_token_id": None}
     try:
-        ids = {token.content: token.id for token in added_tokens(folder)}
+        ids = token_ids(folder)
         bos, eos = configured_token(folder, "bos_token"), configured_token(folder, "eos_token") or END_OF_TEXT
     except DataError as error:
         raise BadInputError(str(error)) from error
