@@ -13,7 +13,7 @@ import pytest
 import torch
 from llmtrain.checkpoint.convert.convert import convert
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
-from llmtrain.checkpoint.convert.tokenizer import special_tokens
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer, special_tokens, tokenizer_files
 from llmtrain.checkpoint.load import load_latest
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
@@ -23,6 +23,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.hf_config import read_hf_config, to_hf_config
 from llmtrain.model.tensors import model_units
+from llmtrain_data.tokenizer import load_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -307,6 +308,18 @@ def test_the_end_of_text_need_not_be_an_added_token(tmp_path: Path, files: dict[
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert special_tokens(tmp_path) == {"bos_token_id": None, "eos_token_id": 3}
+
+
+def test_a_vocabulary_without_a_tokenizer_json_travels(tmp_path: Path) -> None:
+    """BERT's and T5's own folders hold nothing else."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    (tmp_path / "own/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n")
+    copy_tokenizer(tmp_path / "own", tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").encode("a b", add_special_tokens=False).ids == [5, 6]
+    for name in ("spiece.model", "sentencepiece.bpe.model"):
+        (tmp_path / "own" / name).touch()
+        assert tmp_path / "own" / name in tokenizer_files(tmp_path / "own")
 
 
 def test_what_is_of_exports_alone(tmp_path: Path) -> None:
