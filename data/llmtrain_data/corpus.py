@@ -44,9 +44,14 @@ class FileCorpus:
         yield from readers.read_files(self.files, self._kind, self.options, self.whole_files, self.left_out)
 
     def _kind(self, path: Path) -> str:
+        from llmtrain_data import readers
+
         if self.options.input_format != "auto":
             return self.options.input_format
-        return _kind_by_name(path, alone=not self.whole_files)
+        kind = _kind_by_name(path, alone=not self.whole_files)
+        if kind == "text" and _suffix(path) == ".json" and readers.begins_with_record(path, self.options.text_key):
+            return "jsonl"
+        return kind
 
 
 @dataclass(frozen=True)
@@ -166,11 +171,17 @@ def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path
 
 
 def _kind_by_name(path: Path, alone: bool) -> str:
-    """Return the reader for a file. A `.json` file holds records if it is the input itself, text inside a folder."""
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
+    """Return the reader for a file. A `.json` file holds records if it is the input itself, mostly text inside a
+    folder."""
+    suffix = _suffix(path)
     if alone and suffix == ".json":
         return "jsonl"
     return RECORDS.get(suffix, "text")
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix of a file's name without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
 
 
 def _is_hf_file(path: Path, options: CorpusOptions) -> bool:

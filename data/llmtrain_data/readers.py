@@ -23,13 +23,14 @@ from llmtrain_data.streams import (
     TextPiece,
     blocks,
     count_lines,
+    decompressed,
     is_utf8,
     line_end,
     not_text,
     separated,
     too_long,
 )
-from llmtrain_data.untrusted import reason
+from llmtrain_data.untrusted import reason, regular
 
 if TYPE_CHECKING:
     from llmtrain_data.corpus_options import CorpusOptions
@@ -137,12 +138,13 @@ def read_files(
     texts = _TextChunks()
     for path in files:
         try:
-            if kind(path) == "text":
+            found = kind(path)
+            if found == "text":
                 pieces = read_text(path, options.separator, whole_files, left_out)
                 yield from texts.add(pieces)
             else:
                 yield from texts.flush()
-                if kind(path) == "parquet":
+                if found == "parquet":
                     yield from read_parquet(path, options.text_key)
                 else:
                     yield from read_jsonl(path, options.text_key, left_out)
@@ -156,6 +158,17 @@ def read_files(
             first_sentence = reason(error).partition(". ")[0]
             raise DataError(f"{path} cannot be read: {first_sentence}; {advice}") from error
     yield from texts.flush()
+
+
+def begins_with_record(path: Path, key: str) -> bool:
+    """Return whether the first line of a file is a JSON object with a string in field `key`."""
+    with open(path, "rb", opener=regular) as file:
+        line = decompressed(file, path).readline(LONGEST)
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get(key), str)
 
 
 def read_text(path: Path, separator: str | None, whole: bool, left_out: LeftOut) -> Iterator[TextPiece]:

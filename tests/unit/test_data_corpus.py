@@ -269,3 +269,15 @@ def test_inputs_that_cannot_be(tmp_path: Path, name: str, options: dict[str, obj
     (tmp_path / "zero.txt").touch()
     with pytest.raises(DataError, match=message):
         documents(tmp_path / name, **options)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_json_lines_in_a_folder_are_known_by_their_first_line(tmp_path: Path, suffix: str) -> None:
+    """Shards of C4 and Dolma are named .json.gz; a folder of programs has .json files that are one text."""
+    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+    contents = {"a": jsonl(["one", "two"]), "b": b'{"name": 1}\n', "c": b'{\n "text": "x"\n}\n', "d": b"[" * 10**5}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json{suffix}").write_bytes(packs[suffix](content))
+    texts = [content.decode() for name, content in contents.items() if name > "a"]
+    assert documents(tmp_path, shuffle=False) == ["one", "two", *texts]
+    assert documents(tmp_path, shuffle=False, glob="a*", text_key="body") == [contents["a"].decode()]
