@@ -60,8 +60,10 @@ def _open(name: str, split: str) -> Any:
             saved = datasets.load_from_disk(name)
             return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         if path.is_file() and path.suffix in HF_FILES:
-            extra = {"sep": "\t"} if path.suffix == ".tsv" else {}
             kind = HF_FILES[path.suffix]
+            # Texts such as "NA" and "null" are texts.
+            extra: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+            extra |= {"sep": "\t"} if path.suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
         base, _, config = (name, "", "") if path.exists() else name.partition(":")
         return datasets.load_dataset(base, config or None, split=split, streaming=True)

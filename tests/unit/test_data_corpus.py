@@ -243,6 +243,8 @@ def test_what_datasets_opens(tmp_path: Path) -> None:
     assert documents(tmp_path / "saved") == TEXTS
     (tmp_path / "a.csv").write_text('text,n\n"one, two",1\nthree,2\n')
     assert documents(tmp_path / "a.csv") == ["one, two", "three"]
+    (tmp_path / "c.csv").write_text("text,n\nNA,1\nnull,2\n,3\n007,4\n")
+    assert documents(tmp_path / "c.csv") == ["NA", "null", "", "007"]
     with pytest.raises(DataError, match=r"a\.csv has no column 'body', only text, n"):
         documents(tmp_path / "a.csv", text_key="body")
     (tmp_path / "b.csv").write_text('text,n\none,1\n"two,2,3,4\n')
