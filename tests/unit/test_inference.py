@@ -1,6 +1,7 @@
 """`llmtrain eval` and `llmtrain generate`: one sentence names whatever does not fit the model."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,12 @@ CONFIG = GPTConfig(
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """A checkpoint of a model with 65 tokens, without a recipe."""
+    return saved(tmp_path, 1.0)
+
+
+def saved(tmp_path: Path, scale: float) -> str:
     ranks = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"))
-    shards = [StateShard(u, 0, u.numel, {"master": torch.randn(u.numel)}) for u in model_units(CONFIG)]
+    shards = [StateShard(u, 0, u.numel, {"master": scale * torch.randn(u.numel)}) for u in model_units(CONFIG)]
     about = {"recipe": {}, "model": asdict(CONFIG)}
     assert Checkpointer(tmp_path / "checkpoints", ranks, 1, asynchronous=False).save(0, shards, {}, about) is None
     return str(tmp_path)
@@ -159,3 +164,16 @@ def test_tokenizers_that_do_not_go_with_the_model(
     (tmp_path / "empty").mkdir()
     said = refused(capsys, *generate, str(tmp_path / "empty"), "--prompt", "x")
     assert f"{tmp_path / 'empty'} holds no usable Hugging Face tokenizer" in said
+
+
+def test_a_model_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    writer.add(np.arange(65), np.array([65]))
+    writer.commit()
+    assert main(["eval", saved(tmp_path / "large", 1e3), "--data", str(tmp_path / "set"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] > 1000
+    assert found["perplexity"] is None
+    words = ("--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", "1")
+    assert main(["generate", saved(tmp_path / "not a number", math.nan), *words]) == 1
+    assert "the model's logits are not finite numbers; its training diverged" in capsys.readouterr().err

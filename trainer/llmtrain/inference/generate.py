@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.errors import RunFailedError
 from llmtrain.model.gpt import GPT
 
 
@@ -25,7 +26,7 @@ class Sampling:
 def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop_at: int | None) -> Iterator[int]:
     """Yield up to `count` tokens after `prompt` (at least one token), and end before the token `stop_at`.
 
-    The model sees the last `positions` tokens.
+    The model sees the last `positions` tokens. Raises RunFailedError if a logit is not finite.
     """
     model.eval()
     device = next(model.parameters()).device
@@ -34,6 +35,8 @@ def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop
     for _ in range(count):
         x = model.run(model.embedding(tokens[:, -model.config.positions :]), 0, model.config.layers)
         logits = model.finish(x[:, -1:], None)[0, -1].float()
+        if not logits.isfinite().all():
+            raise RunFailedError("the model's logits are not finite numbers; its training diverged, or it is damaged")
         drawn = draw(logits, sampling, generator)
         if drawn == stop_at:
             return

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ def evaluate_on(
     return {
         "split": name,
         "loss": loss,
-        "perplexity": exp(loss),
+        "perplexity": _perplexity(loss),
         "step": trained.step,
         "samples": sum(part.count for part in parts),
         "shares": None if everything else list(data.shares),
@@ -175,7 +175,17 @@ def _check_prepared_with_tokenizer(trained: TrainedModel, samples: Samples) -> N
 
 def _source(part: SamplePart, loss: float) -> dict[str, JsonValue]:
     prefix = part.samples.sources[0].data.prefix
-    return {"source": prefix, "weight": part.share, "samples": part.count, "loss": loss, "perplexity": exp(loss)}
+    return {
+        "source": prefix,
+        "weight": part.share,
+        "samples": part.count,
+        "loss": loss,
+        "perplexity": _perplexity(loss),
+    }
+
+
+def _perplexity(loss: float) -> float:
+    return inf if loss >= 700 else exp(loss)
 
 
 def _folders_of(trained: TrainedModel) -> list[Path]:
