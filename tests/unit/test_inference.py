@@ -177,3 +177,9 @@ def test_a_model_that_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ("--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", "1")
     assert main(["generate", saved(tmp_path / "not a number", math.nan), *words]) == 1
     assert "the model's logits are not finite numbers; its training diverged" in capsys.readouterr().err
+
+
+def test_a_prompt_in_another_encoding(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = b"caf\xe9".decode(errors="surrogateescape")
+    said = refused(capsys, "generate", model, "--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", prompt)
+    assert "--prompt is not UTF-8 text" in said

@@ -216,6 +216,9 @@ def complete(
     trained: TrainedModel, prompt: str, count: int, sampling: Sampling, tokenizer_folder: Path | None
 ) -> Iterator[str]:
     """Yield the prompt, and then the text that the model generates, in chunks. Raises BadInputError."""
+    # Python keeps bytes of the command line that are not UTF-8 as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise BadInputError("--prompt is not UTF-8 text; iconv converts other encodings")
     folder = tokenizer_folder or trained.tokenizer
     if folder is None or not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
