@@ -161,6 +161,8 @@ def test_tokenizers_that_do_not_go_with_the_model(
     assert capsys.readouterr().out.startswith("1 64")
     larger = tokenizer(tmp_path / "larger", 90)
     assert "makes token 89 of the prompt, but the" in refused(capsys, *generate, larger, "--prompt", "1 89")
+    said = refused(capsys, "generate", model, "--prompt", "x")
+    assert f"there is no tokenizer beside {model}/checkpoints/step-00000000; name its folder with --tokenizer" in said
     (tmp_path / "empty").mkdir()
     said = refused(capsys, *generate, str(tmp_path / "empty"), "--prompt", "x")
     assert f"{tmp_path / 'empty'} holds no usable Hugging Face tokenizer" in said

@@ -88,3 +88,13 @@ def test_a_reader_keeps_the_file_that_it_has_opened(folder: Path, plan: Plan, tm
         assert file.read() == "a" * 5000
     assert (folder / "tokenizer" / "tokenizer.json").read_text() == "b" * 5000
     assert os.listdir(folder / "tokenizer") == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with data.tokenizer", "without"])
+def test_a_run_of_a_hugging_face_model_keeps_its_tokenizer(tmp_path: Path, plan: Plan, own: bool) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("of the model")
+    (tmp_path / "run").mkdir()
+    data = plan.data if own else replace(plan.data, tokenizer=None)
+    write_record(tmp_path / "run", replace(plan, data=data, import_from=str(tmp_path / "hf")))
+    assert (tmp_path / "run/tokenizer/tokenizer.json").read_text() == ("a" * 5000 if own else "of the model")

@@ -220,7 +220,9 @@ def complete(
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise BadInputError("--prompt is not UTF-8 text; iconv converts other encodings")
     folder = tokenizer_folder or trained.tokenizer
-    if folder is None or not folder.is_dir():
+    if folder is None:
+        raise BadInputError(f"there is no tokenizer beside {trained.folder}; name its folder with --tokenizer")
+    if not folder.is_dir():
         raise BadInputError(f"the tokenizer folder {folder} does not exist; name it with --tokenizer")
     # That of `llmtrain data prepare`: transformers builds some classes anew, with other splits than tokenizer.json.
     tokenizer = load_tokenizer(folder)

@@ -73,11 +73,11 @@ def writing(folder: Path) -> Iterator[None]:
 
 def write_record(folder: Path, plan: Plan) -> None:
     """Write the resolved recipe, and copy the tokenizer beside it: the folder can then be moved, sampled and converted.
-    Files of an earlier start are replaced whole."""
+    Without `data.tokenizer`, it is the one in `model.hf`. Files of an earlier start are replaced whole."""
     with writing(folder):
         replace_file(folder / RECORD, to_yaml(plan.record).encode())
-        if plan.data.tokenizer is not None:
-            copy_tokenizer(Path(plan.data.tokenizer), folder / "tokenizer")
+        if (tokenizer := plan.data.tokenizer or plan.import_from) is not None:
+            copy_tokenizer(Path(tokenizer), folder / "tokenizer")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
