@@ -185,3 +185,17 @@ def test_a_prompt_in_another_encoding(model: str, tmp_path: Path, capsys: pytest
     prompt = b"caf\xe9".decode(errors="surrogateescape")
     said = refused(capsys, "generate", model, "--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", prompt)
     assert "--prompt is not UTF-8 text" in said
+
+
+def test_sequences_shorter_than_the_positions(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An imported model may have more positions than a set has tokens, or a machine has memory for."""
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    writer.add(np.arange(33), np.array([33]))
+    writer.commit()
+    words = ("eval", model, "--data", str(tmp_path / "set"), "--json")
+    for given, length, samples in (((), 32, 1), (("--sequence-length", "8"), 8, 4)):
+        assert main([*words, *given]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["sequence_length"], found["samples"]) == (length, samples)
+    said = refused(capsys, *words, "--sequence-length", "33")
+    assert "--sequence-length is 33; expected at most the model's positions, 32" in said

@@ -9,6 +9,13 @@ from llmtrain_data.waiting import loading
 
 from llmtrain.cli.arguments import Json
 
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens per sequence.", metavar="N", show_default="the recipe's, or an imported model's positions"
+    ),
+]
+
 
 def eval(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
@@ -26,6 +33,7 @@ def eval(
     samples: Annotated[
         int, typer.Option(min=0, help="Sequences to evaluate, of a blend by its weights (0: all, each once).")
     ] = 0,
+    sequence_length: SequenceLength = None,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
     as_json: Json = False,
 ) -> None:
@@ -40,7 +48,7 @@ def eval(
         model = open_trained(source, waiting)
         from llmtrain.inference.trained import evaluate_on
 
-        result = evaluate_on(model, split, data, samples, microbatch)
+        result = evaluate_on(model, split, data, samples, microbatch, sequence_length)
     if as_json:
         say_json(result)
         return

@@ -108,16 +108,28 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
 
 
 def evaluate_on(
-    trained: TrainedModel, split: Split | None, prefix: str | None, count: int, microbatch: int
+    trained: TrainedModel,
+    split: Split | None,
+    prefix: str | None,
+    count: int,
+    microbatch: int,
+    sequence_length: int | None = None,
 ) -> dict[str, Any]:
     """Return loss (nats per token) and perplexity over `count` samples of a split, with facts about them.
 
     split: None for all documents of `prefix`, or for the validation documents of the recipe's data. prefix: a prepared
     set in place of the recipe's. count: the first so many samples of the order; 0 for all, each once. Of all samples of
-    a blend, `sources` has the loss of each source, and the loss is their mean, weighted by the blend's weights. Raises
+    a blend, `sources` has the loss of each source, and the loss is their mean, weighted by the blend's weights.
+    sequence_length: tokens per sample; None for the recipe's, or the positions of an imported model. Raises
     BadInputError.
     """
     data = _data(trained, prefix)
+    if sequence_length is not None:
+        if sequence_length > (most := trained.model.config.positions):
+            raise BadInputError(
+                f"--sequence-length is {sequence_length}; expected at most the model's positions, {most}"
+            )
+        data = replace(data, sequence_length=sequence_length)
     everything = prefix is not None and split is None
     name = "all" if everything else split or "valid"
     if name == "valid" and data.validation is not None:
