@@ -33,13 +33,18 @@ def printable(value: object) -> str:
 
 
 def say(value: object = "", *, end: str = "\n", err: bool = False) -> None:
-    """Print a value as a line, with terminal control characters escaped. err: print to stderr."""
+    """Print a value as a line, with terminal control characters escaped. err: print to stderr; what that cannot
+    take, as on a full disk, is lost. Raises OSError where stdout cannot take it."""
     stream = sys.stderr if err else sys.stdout
     try:
         # In one write: another rank's line, or the end of the process, could come between a line and its end.
         print(printable(value) + end, end="", file=stream, flush=True)
     except BrokenPipeError:
         _discard(stream)
+    except OSError:
+        if not err:
+            raise
+        _drop_unwritten(stream)
 
 
 def show_cursor() -> None:
@@ -62,6 +67,15 @@ def _discard(stream: IO[str]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def _drop_unwritten(stream: IO[str]) -> None:
+    """Drop what a stream still holds after a write that failed. Python would write it at its end, and fail."""
+    kept = os.dup(stream.fileno())
+    _discard(stream)
+    stream.flush()
+    os.dup2(kept, stream.fileno())
+    os.close(kept)
 
 
 def say_json(data: Any, indent: int | None = None) -> None:
@@ -91,6 +105,16 @@ class Terminal(Console):
         """Go on in silence, where rich would end the process."""
         self.quiet = True
         _discard(self.file)
+
+    def log_line(self, text: str, style: str = "") -> None:
+        """Print a line of a log, which is never cut. A line that cannot be written, as on a full disk, is lost, and
+        not those after it."""
+        try:
+            self.print(text, style=style, soft_wrap=True)
+        except OSError:
+            # rich would print it again before the next line.
+            self._buffer.clear()
+            _drop_unwritten(self.file)
 
     def render_str(self, text: str, **options: Any) -> Any:
         """Return a string as rich text, escaped before rich measures its width."""

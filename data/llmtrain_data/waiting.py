@@ -72,7 +72,7 @@ class Waiting:
             text, seconds = self._look()
             if text and seconds >= self._next and not self._stopped.is_set():
                 self._next = 3 * seconds
-                self._console.print(f"{text}  ({units.duration(seconds)} so far)", soft_wrap=True)
+                self._console.log_line(f"{text}  ({units.duration(seconds)} so far)")
 
     def _look(self) -> tuple[str, float]:
         """Return the activity and its duration in seconds."""

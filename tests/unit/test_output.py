@@ -29,7 +29,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
 from llmtrain.telemetry.console import RunConsole
 from llmtrain_data.indexed import IndexedWriter
-from llmtrain_data.output import Terminal, json_text, printable, say_table, table
+from llmtrain_data.output import Terminal, json_text, printable, say, say_table, table
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -295,3 +295,24 @@ def test_a_reader_that_ends_does_not_end_the_process(first: str) -> None:
         process.stdin.close()
         assert process.stderr.read() == b"went on\n"
     assert process.returncode == 0
+
+
+def test_a_line_that_a_full_disk_does_not_take_is_lost_alone(tmp_path: Path) -> None:
+    """As of `llmtrain run recipe.yaml > log`: the run goes on, and prints what comes after."""
+    with open("/dev/full", "w") as log, open(tmp_path / "log", "w") as room:
+        console = Terminal(file=log)
+        console.log_line("lost")
+        os.dup2(room.fileno(), log.fileno())
+        console.log_line("taken")
+    assert (tmp_path / "log").read_text() == "taken\n"
+
+
+def test_a_full_disk_takes_messages_and_refuses_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        say("lost", err=True)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(OSError, match="No space left"):
+            say("a result")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())

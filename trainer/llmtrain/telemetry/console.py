@@ -38,9 +38,9 @@ class RunConsole:
         self._line.move(step, elapsed, None)
         rows = [*facts, *(("decided" if index == 0 else "", text) for index, text in enumerate(decisions))]
         if not is_live(self._console):
-            self._print(f"run {name}")
+            self._console.log_line(f"run {name}")
             for key, value in rows:
-                self._print(f"  {key:<16}{value}")
+                self._console.log_line(f"  {key:<16}{value}")
             self._waiting.start()
             return
         self._console.print(Panel(_grid(rows), title=Text(name), title_align="left", expand=False))
@@ -58,16 +58,16 @@ class RunConsole:
         if self._live is None:
             left_text = "" if left is None else f"  left {units.duration(left)}"
             elapsed = units.duration(row["elapsed_s"])
-            self._print(f"step {row['step']}/{self._steps}  {step_text(row)}  elapsed {elapsed}{left_text}")
+            self._console.log_line(f"step {row['step']}/{self._steps}  {step_text(row)}  elapsed {elapsed}{left_text}")
 
     def evaluation(self, step: int, split: str, loss: float, perplexity: float) -> None:
         """Print an evaluation."""
         text = f"step {step}/{self._steps}  {split} loss {loss:.4f}  perplexity {units.number(perplexity)}"
-        self._print(text, "bold cyan")
+        self._console.log_line(text, "bold cyan")
 
     def warn(self, sentence: str) -> None:
         """Print a warning."""
-        self._print(f"warning: {sentence}", "yellow")
+        self._console.log_line(f"warning: {sentence}", "yellow")
 
     def end(self, facts: Iterable[tuple[str, str]]) -> None:
         """Remove the live line and print the summary."""
@@ -76,9 +76,9 @@ class RunConsole:
         if is_live(self._console):
             self._console.print(Panel(_grid(rows), title="done", title_align="left", expand=False))
             return
-        self._print("done")
+        self._console.log_line("done")
         for key, value in rows:
-            self._print(f"  {key:<22}{value}")
+            self._console.log_line(f"  {key:<22}{value}")
 
     def close(self) -> None:
         """Remove the live line; closing twice is harmless."""
@@ -86,10 +86,6 @@ class RunConsole:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def _print(self, text: str, style: str = "") -> None:
-        # soft_wrap: a log file must not be cut at 80 columns.
-        self._console.print(text, style=style, soft_wrap=True)
 
 
 class _LiveLine:
