@@ -10,7 +10,10 @@ def is_spike(config: SpikeConfig, losses: list[float], loss: float) -> bool:
 
     All ranks have the same losses, so all return the same.
     """
-    return 0 < config.threshold < loss / median(losses) if len(losses) >= config.window else False
+    if not config.threshold or len(losses) < config.window:
+        return False
+    # The median may be 0, so it is no divisor.
+    return loss > config.threshold * median(losses)
 
 
 def remember(config: SpikeConfig, losses: list[float], loss: float) -> None:
