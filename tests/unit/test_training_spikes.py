@@ -73,6 +73,9 @@ def test_what_a_spike_is() -> None:
     remember(config, losses, 3.0)
     assert losses == [1.0, 2.0, 3.0]
     assert not is_spike(SpikeConfig(), losses, 1e9)
+    # Those before a part of the run without spikes are no measure for what follows it.
+    remember(SpikeConfig(), losses, 9.0)
+    assert losses == []
     # A model can learn its data by heart.
     assert not is_spike(config, [0.0] * 3, 0.0)
     assert is_spike(config, [0.0] * 3, 0.1)

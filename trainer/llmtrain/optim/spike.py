@@ -17,7 +17,6 @@ def is_spike(config: SpikeConfig, losses: list[float], loss: float) -> bool:
 
 
 def remember(config: SpikeConfig, losses: list[float], loss: float) -> None:
-    """Add the loss of an applied step to `losses`, and drop those before the window."""
-    if config.threshold:
-        losses.append(loss)
-        del losses[: -config.window]
+    """Add the loss of an applied step to `losses`, and drop those before the window; all, if nothing is a spike."""
+    losses.append(loss)
+    del losses[: -config.window if config.threshold else None]
