@@ -1,6 +1,7 @@
 """Checks before a run starts: keys without effect, references by name, and paths."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from llmtrain.cli.main import main
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.resolve.check import advice, check, found_elsewhere
+from llmtrain.plan.resolve.check import advice, check, check_folders, found_elsewhere
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.prepare import check_and_plan, folders_above
 from llmtrain.recipe.load import load_recipe
@@ -202,3 +203,16 @@ def test_a_path_that_was_relative_to_another_folder_is_found(path: str, monkeypa
 def test_a_folder_that_cannot_be_looked_into_has_nothing() -> None:
     """A run's folder may be in the closed home of another user, or have a name that no file has."""
     assert found_elsewhere("d", ".bin", [Path("x" * 300), Path("\0")]) == ""
+
+
+@pytest.mark.parametrize("folder", ["~/runs", "~", "$HOME/runs", "${HOME}/runs"])
+def test_a_folder_as_a_shell_writes_it_is_refused(folder: str) -> None:
+    given = replace(recipe().logging, dir=folder)
+    wanted = replace(recipe(), data=replace(recipe().data, path="set"), logging=given)
+    for suffix in (".bin", ".idx"):
+        Path(f"set{suffix}").touch()
+    with pytest.raises(BadInputError, match=f"logging.dir is {re.escape(folder)}, but .* stands for no other folder"):
+        check_folders(wanted)
+    # A run of an earlier version made it.
+    Path(Path(folder).parts[0]).mkdir()
+    check_folders(wanted)

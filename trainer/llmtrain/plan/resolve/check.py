@@ -331,6 +331,12 @@ def _expect_folder(key: str, value: str | None, what: str, others: Sequence[Path
 
 
 def _expect_writable(folder: Path, name: str) -> None:
+    first = "".join(folder.parts[:1])
+    # The run would make a folder of that name.
+    if (first == "~" or first.startswith("$")) and not os.path.lexists(first):
+        raise BadInputError(
+            f"logging.dir is {folder}, but {first} stands for no other folder in a recipe; write out the whole path"
+        )
     target = folder / name
     nearest = next(
         path for path in (target, *target.parents) if os.path.lexists(path) or path == Path(target.anchor or ".")
