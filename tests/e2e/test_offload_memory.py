@@ -44,16 +44,8 @@ checkpoint: {{async: false}}
 cluster: {{accelerator: {{memory: 1400MiB}}, node: {{ranks: 1}}}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
-# 1.54B parameters. In fp32: weights, gradients and both moments take 24.7 GB, and a checkpoint 18.5 GB.
-LARGER = """
-model: {{family: gpt2, layers: 28, hidden: 2048, heads: 16, vocab: 32768, positions: 256, tie_embeddings: false}}
-data: {{path: {folder}/set, sequence_length: 256, split: [1, 0, 0]}}
-train: {{steps: 1, global_batch: 1, microbatch: 1, eval_every: 0}}
-optimizer: {{warmup: 1}}
-activation_checkpointing: full
-cluster: {{accelerator: {{memory: 5900MiB}}, node: {{ranks: 1}}}}
-logging: {{every: 1, dir: {folder}/runs}}
-"""
+# 1.54B parameters: weights, gradients and both moments take 24.7 GB, and a checkpoint 18.5 GB.
+LARGER = ("model.layers=28", "model.hidden=2048", "train.steps=1", "optimizer.warmup=1")
 OFFLOAD = ("offload.optimizer=nvme", "offload.paths=[.]")
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -124,16 +116,18 @@ def test_activations_in_files_fit_a_limit(run: Run, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("limited", "recipe", "steps"),
-    [(3 * 2**29, LARGE, 5), (6 * 2**30, LARGER, 1)],
+    ("limited", "keys", "steps"),
+    [(3 * 2**29, (), 5), (6 * 2**30, (*LARGER, "cluster.accelerator.memory=5900MiB"), 1)],
     indirect=["limited"],
     ids=["1.5 GiB", "6 GiB"],
 )
-def test_a_model_of_several_times_the_memory_trains(run: Run, tmp_path: Path, recipe: str, steps: int) -> None:
+def test_a_model_of_several_times_the_memory_trains(
+    run: Run, tmp_path: Path, keys: tuple[str, ...], steps: int
+) -> None:
     """The plan refuses the same recipe without offload; forced, the kernel kills it."""
-    refused = run(recipe, "beside")
+    refused = run(LARGE, "beside", *keys)
     assert (refused.returncode, "more than cluster.accelerator.memory" in refused.stderr) == (2, True)
-    assert run(recipe, "beside", "--force").returncode in KILLED
-    offloaded = run(recipe, "offloaded", *OFFLOAD, "offload.parameters=nvme")
+    assert run(LARGE, "beside", *keys, "--force").returncode in KILLED
+    offloaded = run(LARGE, "offloaded", *keys, *OFFLOAD, "offload.parameters=nvme")
     assert offloaded.returncode == 0, offloaded.stderr
     assert [*(tmp_path / "runs/offloaded/checkpoints").glob(f"step-{steps:08}/manifest.json")]

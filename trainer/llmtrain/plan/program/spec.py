@@ -48,7 +48,7 @@ class ProgramSpec:
     sums_runs: bool = False
 
     def __hash__(self) -> int:
-        """Return a hash of some of the fields."""
+        """Return a hash of some of the fields; mappings have none."""
         return hash((len(self.actions), self.resident, tuple(self.padded.values())))
 
     @classmethod

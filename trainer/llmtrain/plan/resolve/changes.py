@@ -71,9 +71,9 @@ def file_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield, where no volume is named, the changes that offload to files on one, those that cost least time first."""
     if "nvme" in _tiers(recipe, plan):
         return
-    given, least = recipe.offload, _fewest(list(_activations(recipe, plan)))
-    moved: Values = {f"offload.{key}": "nvme" for key in OFFLOADABLE if getattr(given, key) == "host"}
-    further = _offloads(recipe, plan, _sharding(plan), [*least[0], *least[1]], ("nvme",))
+    least, together = _fewest(list(_activations(recipe, plan)))
+    moved: Values = {f"offload.{key}": "nvme" for key in OFFLOADABLE if getattr(recipe.offload, key) == "host"}
+    further = _offloads(recipe, plan, _sharding(plan), [*least, *together], ("nvme",))
     for values in (*([moved] if moved else ()), *further):
         yield Change.of(recipe, moved | values | {"offload.paths": (ANY_VOLUME,)})
 

@@ -56,14 +56,14 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
         return f"{said}; {change.advice}, which needs {needed} (--force takes it as it is)"
     more = _more_ranks(recipe, facts, plan)
     files = _first_fitting(file_changes(recipe, plan), facts, found)
-    instead = [f"take {more or 'a smaller model'}", *(["a smaller model"] if more else [])]
+    instead = f"take {more}, or a smaller model" if more else "take a smaller model"
     if files:
         change, after = files
-        instead.insert(0, f"{change.advice}, which needs {_needed(plan, found, after)}")
+        instead = f"{change.advice}, which needs {_needed(plan, found, after)}, or {instead}"
     return (
         f"{said}; no change of zero.stage, activation_checkpointing, train.microbatch, parallel, pipeline, offload or "
         f"checkpoint.async that llmtrain tries, alone or in pairs, makes it fit{' without files' if files else ''}, so "
-        f"{', or '.join(instead)} (--force takes it as it is)"
+        f"{instead} (--force takes it as it is)"
     )
 
 
