@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.resolve.check import found_elsewhere
 from llmtrain.sharding.parameters import UnitParameters
+from llmtrain.telemetry.metrics import perplexity_of
 from llmtrain.telemetry.run_file import read_run_file
 from llmtrain.training.evaluate import mean_loss
 from llmtrain.training.run_data import document_begin
@@ -156,7 +156,7 @@ def evaluate_on(
     return {
         "split": name,
         "loss": loss,
-        "perplexity": _perplexity(loss),
+        "perplexity": perplexity_of(loss),
         "step": trained.step,
         "samples": sum(part.count for part in parts),
         "shares": None if everything else list(data.shares),
@@ -192,12 +192,8 @@ def _source(part: SamplePart, loss: float) -> dict[str, JsonValue]:
         "weight": part.share,
         "samples": part.count,
         "loss": loss,
-        "perplexity": _perplexity(loss),
+        "perplexity": perplexity_of(loss),
     }
-
-
-def _perplexity(loss: float) -> float:
-    return inf if loss >= 700 else exp(loss)
 
 
 def _folders_of(trained: TrainedModel) -> list[Path]:

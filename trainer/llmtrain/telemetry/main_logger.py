@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
-from math import exp, inf, nan
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from llmtrain.telemetry.about import RunInfo, describe
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.meters import memory_bytes
-from llmtrain.telemetry.metrics import MetricsFile, Row
+from llmtrain.telemetry.metrics import MetricsFile, Row, perplexity_of
 from llmtrain.telemetry.mfu import Utilization
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file, write_run_file
@@ -165,7 +165,7 @@ class MainLogger:
         return row
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
-        perplexity = exp(loss) if loss < 700 else inf
+        perplexity = perplexity_of(loss)
         row = {"event": "eval", "step": step, "split": split, "loss": loss, "perplexity": perplexity}
         self._evaluations.append(row)
         self._write(row)

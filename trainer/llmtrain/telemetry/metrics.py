@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from io import FileIO
+from math import exp, inf
 from pathlib import Path
 from typing import Any, Required
 
@@ -51,6 +52,11 @@ class _Row(TypedDict, total=False):
     perplexity: Number | None
     elapsed_s: Number | None
     step_time_s: Number | None
+
+
+def perplexity_of(loss: float) -> float:
+    """Return the perplexity of a loss in nats per token; infinite where no float holds it."""
+    return exp(loss) if loss < 700 else inf
 
 
 def read_metrics(path: Path) -> list[Row]:
