@@ -42,6 +42,7 @@ UNTIED, RECOMPUTED, SEQUENCE = "model.tie_embeddings=false", "activation_checkpo
 BUCKETS = "offload.bucket=4096"
 HOST, ON_DEVICE = ("offload.optimizer=host", "optimizer.clip=1.0e6", BUCKETS), "offload.step=device"
 WEIGHTS, GRADIENTS = ("offload.parameters=host", BUCKETS), "offload.gradients=host"
+WAITING = ("offload.spare=1", "offload.spare_weights=device")
 FILES, AHEAD = "offload.paths=[.]", "optimizer.clip=1.0e6"
 BREADTH = "pipeline.schedule=breadth-first"
 BORDERS = (RECOMPUTED, "offload.activations=host")
@@ -140,6 +141,9 @@ OFFLOAD = {
     "weights on the host, stepped ahead": Case(1, (*WEIGHTS, *HOST, "offload.gradients=none", "offload.spare=1")),
     "all on the host, breadth-first": Case(2, (_stage(3), *WEIGHTS, *HOST, GRADIENTS, BREADTH), accumulation=4),
     "optimizer on the host, breadth-first": Case(1, (*HOST, BREADTH, "offload.spare=1"), accumulation=4),
+    "optimizer on the host, weights ahead on the device": Case(2, (_stage(1), *HOST, *WAITING)),
+    "optimizer on the host, weights ahead on the device, stage 3": Case(2, (_stage(3), *HOST, *WAITING)),
+    "stepped on the device, weights ahead there": Case(2, (_stage(1), *HOST, ON_DEVICE, *WAITING)),
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
     "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),

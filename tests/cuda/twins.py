@@ -12,6 +12,7 @@ from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.activation_copies import GpuCopies
 from llmtrain.offload.copies import Passed, StreamCopies
 from llmtrain.offload.gradient_tiers import FileGradients
+from llmtrain.offload.staging import Pinned
 from llmtrain.offload.stepper import StepTicket
 from llmtrain.offload.weight_stores import FileWeights
 from llmtrain.parallel.pipeline.transport import Transport
@@ -90,6 +91,11 @@ def _at_once(ticket: object, job: Any) -> Any:
     return job
 
 
+def _taken_at_once(self: Pinned, weight: torch.Tensor, to: torch.Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.Stream(to.device)):
+        to.copy_(weight, non_blocking=True)
+
+
 PUBLISH = StreamCopies.publish
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
@@ -116,6 +122,10 @@ RACES = {
         mock.patch.object(StreamCopies, "publish", _publish_at_once),
     ),
     "gradients on the host": Twin(CASES["optimizer on the host"], deaf(StreamCopies, "wait")),
+    "weights that wait on the device": Twin(
+        CASES["optimizer on the host, weights ahead on the device"],
+        mock.patch.object(Pinned, "_take_up", _taken_at_once),
+    ),
     "states on the host": Twin(CASES["optimizer on the host, stepped on the device"], deaf(StreamCopies, "wait")),
     "stepped weights": Twin(CASES["optimizer on the host"], mock.patch.object(StepTicket, "wait", _nothing)),
     "stored weights": Twin(CASES["weights on the host, stage 1"], deaf(GatheredWeights, "_wait_until_stored")),

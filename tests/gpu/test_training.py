@@ -37,6 +37,7 @@ BUCKETS = "offload.bucket=2048"
 HOST = ("offload.optimizer=host", BUCKETS)
 NVME = ("offload.optimizer=nvme", "offload.paths=[.]", BUCKETS)
 ON_DEVICE = "offload.step=device"
+WAITING = ("offload.spare=1", "offload.spare_weights=device")
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
@@ -105,8 +106,8 @@ def test_compiled_blocks_have_the_same_curve(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [(*HOST, ON_DEVICE), HOST, (*NVME, ON_DEVICE), NVME],
-    ids=["host, step on the device", "host", "nvme, step on the device", "nvme"],
+    [(*HOST, ON_DEVICE), HOST, (*HOST, *WAITING), (*HOST, ON_DEVICE, *WAITING), (*NVME, ON_DEVICE), NVME],
+    ids=["host, step on the device", "host", "ahead", "ahead, step on the device", "nvme, step on the device", "nvme"],
 )
 def test_offload_keeps_the_curve(keys: tuple[str, ...], folder: Path, device: Device) -> None:
     """Where the same kernel steps, no bit changes. The kernel of CPUs rounds otherwise than that of a GPU."""

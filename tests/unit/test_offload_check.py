@@ -195,7 +195,7 @@ def test_planned_memory_is_what_a_tier_takes(
         assert states is not None
         pages = 2 * 4096 if offload.tier == "nvme" else 0
         assert states.nbytes == expected.host + expected.spare + expected.buffers - pages
-        assert states.stepper.nbytes == expected.slots
+        assert states.device_nbytes == expected.slots
         states.close()
         without = most_states(planned(tmp_path, "zero.stage=1", f"precision.compute={compute}")).optimizer
         left = without - most_states(plan).optimizer
@@ -305,30 +305,6 @@ def test_ranks_on_cpus_take_the_memory_of_their_host(tmp_path: Path) -> None:
     (row,) = view(10**12).budget.rows
     assert view(2 * row.total).problem is None
     assert "1 B more than its share of cluster.node.host.memory" in (view(2 * row.total - 1).problem or "")
-
-
-def test_what_is_stepped_ahead_fills_the_host(tmp_path: Path) -> None:
-    """`offload.spare: auto` is the largest number of eighths that fits; none where a CPU computes."""
-    (tmp_path / "r.yaml").write_text(RECIPE)
-
-    def view(*keys: str, memory: int | None = None) -> PlanView:
-        host = "" if memory is None else f", host: {{memory: {2 * memory}B}}"
-        cluster = f"cluster={{accelerator: {{name: A100-80GB}}, node: {{ranks: 2{host}}}}}"
-        fixed = ("offload.optimizer=host", "offload.share=1", "offload.bucket=1024")
-        return view_recipe(str(tmp_path / "r.yaml"), [cluster, *fixed, *keys], 2)
-
-    assert view().plan.sharding.offload.spare == 0.25
-    assert view("offload.spare=0.5").plan.sharding.offload.spare == 0.5
-    # Sums of gradients that rest on the host are complete only after the last pass.
-    assert view("offload.parameters=host").plan.sharding.offload.spare == 0
-    assert planned(tmp_path, "offload.optimizer=host").sharding.offload.spare == 0
-    for spare in (0, 0.125, 0.875, 1):
-        needed = view(f"offload.spare={spare}").budget.host
-        found = view(memory=needed)
-        assert found.plan.sharding.offload.spare == found.plan.record["offload"]["spare"] == spare
-        assert found.problem is None
-        if spare:
-            assert view(memory=needed - 1).plan.sharding.offload.spare == spare - 0.125
 
 
 @pytest.mark.parametrize("device", ["A100-80GB", None])

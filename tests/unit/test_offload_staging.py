@@ -49,6 +49,15 @@ def on_device(copies: StreamCopies) -> OnDevice:
     return OnDevice(copies, torch.zeros(3, max(SIZES)), torch.zeros(max(SIZES)), torch.zeros(max(SIZES)).bfloat16())
 
 
+def on_device_waiting(copies: StreamCopies) -> OnDevice:
+    nothing = torch.zeros(0).bfloat16()
+    return OnDevice(copies, torch.zeros(3, max(SIZES)), torch.zeros(max(SIZES)), nothing, on_device=True)
+
+
+def pinned_waiting(copies: StreamCopies) -> Pinned:
+    return Pinned(copies, max(SIZES), torch.bfloat16, torch.float32, on_device=True)
+
+
 def pinned(copies: StreamCopies) -> Pinned:
     return Pinned(copies, max(SIZES), torch.bfloat16, torch.float32)
 
@@ -60,14 +69,22 @@ def narrow(copies: StreamCopies) -> Pinned:
 MAKERS: dict[str, Callable[[StreamCopies], Staging]] = {
     "pinned": pinned,
     "pinned, narrow": narrow,
+    "pinned, weights wait on the device": pinned_waiting,
     "on device": on_device,
+    "on device, weights wait there": on_device_waiting,
 }
 
 
-def stepped(make: Callable[[StreamCopies], Staging], copies: type[StreamCopies], late: LateCopies, ahead: bool) -> bool:
+def sums_of(make: str) -> torch.dtype:
+    return torch.bfloat16 if make == "pinned, narrow" else torch.float32
+
+
+def stepped(
+    make: Callable[[StreamCopies], Staging], copies: type[StreamCopies], late: LateCopies, ahead: bool,
+    sums: torch.dtype = torch.float32,
+) -> bool:  # fmt: skip
     """Step buckets one after the other; return whether all of their states and weights are right in the end."""
     staging, drawn = make(copies(torch.device("cuda"))), torch.Generator().manual_seed(0)
-    sums = torch.bfloat16 if make is narrow else torch.float32
     numbers, right, done = AdamWStep(step=1, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1), [], []
     for number, size in enumerate(SIZES):
         values, old = torch.randn(size, generator=drawn).to(sums), torch.randn(3, size, generator=drawn)
@@ -105,28 +122,27 @@ def stepped(make: Callable[[StreamCopies], Staging], copies: type[StreamCopies],
 @pytest.mark.parametrize("make", MAKERS)
 def test_copies_that_come_late_arrive(make: str, ahead: bool, late: LateCopies) -> None:
     with late:
-        assert stepped(MAKERS[make], StreamCopies, late, ahead)
+        assert stepped(MAKERS[make], StreamCopies, late, ahead, sums_of(make))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
 def test_what_is_copied_is_counted(make: str, ahead: bool, late: LateCopies) -> None:
-    made: list[StreamCopies] = []
+    made: list[Staging] = []
 
-    class Kept(StreamCopies):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            made.append(self)
+    def kept(copies: StreamCopies) -> Staging:
+        made.append(MAKERS[make](copies))
+        return made[-1]
 
     with late:
-        stepped(MAKERS[make], Kept, late, ahead)
+        stepped(kept, StreamCopies, late, ahead, sums_of(make))
     elements, (link,) = sum(SIZES), [one.link for one in made]
     if make.startswith("pinned"):
         # Gradients in fp32 or bf16, and 16-bit weights.
         assert (link.to_host, link.to_device) == ((2 if make == "pinned, narrow" else 4) * elements, 2 * elements)
     else:
-        # Three states; the weights of a step ahead wait in the host's memory.
-        more = 2 * elements if ahead else 0
+        # Three states; the weights of a step ahead wait in the host's memory, or on the device.
+        more = 2 * elements if ahead and make == "on device" else 0
         assert (link.to_host, link.to_device) == (12 * elements + more, 12 * elements + more)
 
 
@@ -142,6 +158,17 @@ class Impatient(StreamCopies):
 
     def wait(self) -> None:
         pass
+
+
+class Hasty(StreamCopies):
+    """Waits for the gradient that comes, and not for the weight that goes."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits % 2:
+            super().wait()
 
 
 class Unreported(StreamCopies):
@@ -162,11 +189,12 @@ class Unreported(StreamCopies):
         ("pinned", Unreported, False),
         ("pinned", Unreported, True),
         ("on device", Unreported, True),
+        ("pinned, weights wait on the device", Hasty, True),
     ],
 )
 def test_a_missing_wait_is_found(make: str, broken: type[StreamCopies], ahead: bool, late: LateCopies) -> None:
     with late:
-        assert not stepped(MAKERS[make], broken, late, ahead)
+        assert not stepped(MAKERS[make], broken, late, ahead, sums_of(make))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -176,7 +204,7 @@ def test_weights_that_rest_on_the_host_are_written_there(
     """When a step returns, and nothing is copied to the device."""
     for module in (copies_module, staging_module):
         monkeypatch.setattr(module, "in_host_memory", lambda tensor: tensor.dtype == torch.bfloat16)
-    copies = Unreported(torch.device("cuda"))
+    staging = pinned(Unreported(torch.device("cuda")))
     with late:
-        assert stepped(lambda given: pinned(copies), Unreported, late, ahead)
-    assert copies.link.to_device == 0
+        assert stepped(lambda given: staging, Unreported, late, ahead)
+    assert staging.link.to_device == 0

@@ -34,6 +34,7 @@ STRATEGIES = [
     ("activation_checkpointing=full", "zero.stage=1"),
     ("model.tie_embeddings=true", "parallel.pipeline=2", "model.dropout=0.1"),
     ("offload.optimizer=host",),
+    ("offload.optimizer=host", "offload.spare_weights=device"),
     ("offload.parameters=host", "parallel.tensor=2"),
     ("offload.parameters=nvme", "offload.gradients=host", "zero.stage=2"),
 ]
@@ -53,7 +54,7 @@ def planned(
     Path("cluster.json").write_text(json.dumps({"accelerator": {"memory": memory}, "node": node}))
     # auto would fill the memory, or offload no more than it must.
     rest = keys.get("offload.parameters", "auto")
-    fixed = {"zero.resident": "0", "offload.share": "1", "offload.gradients": rest}
+    fixed = {"zero.resident": "0", "offload.share": "1", "offload.gradients": rest, "offload.spare_weights": "host"}
     words = [f"{key}={value}" for key, value in (fixed | keys).items()]
     code = main(["plan", "small.yaml", *words, "cluster=cluster.json", "--ranks", str(RANKS), "--json"])
     said = capsys.readouterr()

@@ -141,6 +141,17 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
         ("{optimizer: host, parameters: host}", None),
         ("{optimizer: host, share: 0}", "offload.share is 0, so that offload.optimizer=host moves nothing"),
         ("{optimizer: host, share: 0.5}", None),
+        ("{optimizer: host, spare_weights: device}", None),
+        ("{optimizer: host, spare_weights: host, spare: 0}", None),
+        (
+            "{optimizer: host, spare_weights: device, spare: 0}",
+            "offload.spare_weights is device, but offload.spare is 0",
+        ),
+        (
+            "{optimizer: host, spare_weights: device, parameters: host, gradients: none}",
+            "offload.spare_weights is device, but offload.parameters is host, so that weights rest there",
+        ),
+        ("{spare_weights: device}", "offload.spare_weights is device, but offload.optimizer is none"),
     ],
 )
 def test_keys_of_offload_that_do_nothing_are_told(offload: str, said: str | None) -> None:

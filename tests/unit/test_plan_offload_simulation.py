@@ -22,8 +22,9 @@ offload: {optimizer: host, bucket: 4096}
 """
 
 
-def moves_with(spare: int) -> list[Moves]:
-    """Equal buckets, of which one in `spare` may be stepped ahead; none if it is 0."""
+def moves_with(spare: int, on_device: bool = False) -> list[Moves]:
+    """Equal buckets, of which one in `spare` may be stepped ahead; none if it is 0. on_device: whether their weights
+    wait there for the norm."""
     numbered = enumerate(unit for unit in range(UNITS) for _ in range(PER_UNIT))
     return [
         Moves(
@@ -33,8 +34,8 @@ def moves_with(spare: int) -> list[Moves]:
             on_device=False,
             there=4 * ELEMENTS,
             back=2 * ELEMENTS,
-            back_ahead=0,
-            commit=2 * ELEMENTS,
+            back_ahead=2 * ELEMENTS if on_device else 0,
+            commit=0 if on_device else 2 * ELEMENTS,
         )
         for place, unit in numbered
     ]
@@ -60,6 +61,19 @@ def test_all_ahead_is_near_the_least_time(link: float, step: float, microbatches
     assert order_problems(given[0], simulated.events) == []
     assert max(least_seconds(*given).values()) - 1e-9 <= exact_least(*given) <= simulated.seconds + 1e-9
     assert simulated.seconds <= 1.07 * exact_least(*given)
+
+
+@pytest.mark.parametrize(("link", "step"), [(0.25, 0.25), (0.5, 0.5), (1, 0.5), (0.5, 1), (0.5, 2)])
+def test_weights_that_wait_on_the_device_are_never_slower(link: float, step: float) -> None:
+    found = []
+    for on_device in (False, True):
+        moves = moves_with(1, on_device)
+        simulated = simulate_steps(moves, computation(), rates(link, step), Order(4))
+        assert order_problems(moves, simulated.events) == []
+        found.append(simulated.seconds)
+    assert found[1] <= found[0] + 1e-9
+    # Where the link is busy for a whole step, weights no longer wait for all gradients.
+    assert link < 1 or found[1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize(("link", "step"), [(1, 0.5), (0.5, 2)])
@@ -172,6 +186,12 @@ def test_moves_are_those_of_the_plan(tmp_path: Path) -> None:
     # The weights of a step ahead of the device wait on the host.
     assert (sum(one.down for one in host), sum(one.up for one in host)) == (4 * numel, 2 * numel)
     assert (sum(one.down for one in device), sum(one.up for one in device)) == (14 * numel, 14 * numel)
+    waiting = ("offload.spare=1", "offload.spare_weights=device")
+    host, device = moves_on(*waiting), moves_on(*waiting, "offload.step=device")
+    # Weights that wait on the device come up before the norm is known, or do not leave it.
+    assert (sum(one.down for one in host), sum(one.up for one in host)) == (4 * numel, 2 * numel)
+    assert (sum(one.down for one in device), sum(one.up for one in device)) == (12 * numel, 12 * numel)
+    assert not any(one.commit for one in (*host, *device))
     narrow = moves_on("offload.spare=0", "precision.gradients=compute")
     assert (sum(one.down for one in narrow), sum(one.up for one in narrow)) == (2 * numel, 2 * numel)
     files = moves_on("offload.spare=0", "offload.optimizer=nvme", "offload.paths=[/scratch]")

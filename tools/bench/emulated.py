@@ -106,7 +106,9 @@ class EmulatedStaging:
         """See Staging."""
         self._inside.publish(ahead)
         commit = self._device.moves[ahead.work.bucket].commit
-        self._published = self._device.link("up", max(self._published, at(ahead.work)), commit)
+        self._published = max(self._published, at(ahead.work))
+        if commit:
+            self._published = self._device.link("up", self._published, commit)
         return At(self._published)
 
     def _stepped(self, work: BucketStep, back_bytes: float, step: Callable[[], object]) -> "At":

@@ -56,7 +56,7 @@ NO_CLIP = "optimizer.clip=0"
 HOST = ("offload.optimizer=host",)
 BREADTH_FIRST = "pipeline.schedule=breadth-first"
 # Stepped before the norm is known. States of 8B that are stepped ahead do not fit 128 GiB of host memory too.
-AHEAD, NOT_AHEAD = "offload.spare=1", "offload.spare=0"
+AHEAD, NOT_AHEAD = ("offload.spare=1", "offload.spare_weights=device"), "offload.spare=0"
 PARTS = (
     Part(name="124M", preset="gpt2-124m", keys=(), sequence=1024, batch=64, profiled=True),
     Part(name="124M, small batch", preset="gpt2-124m", keys=(), sequence=1024, batch=16),
@@ -69,7 +69,7 @@ PARTS = (
     Part(
         name="3B, states on the host",
         preset="llama3.2-3b",
-        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD),
+        keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD),
         sequence=2048,
         batch=32,
         seconds=200,
@@ -79,7 +79,7 @@ PARTS = (
     Part(
         name="3B, four fifths of the states on the host",
         preset="llama3.2-3b",
-        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD, "offload.share=0.8"),
+        keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD, "offload.share=0.8"),
         sequence=2048,
         batch=32,
         seconds=200,
@@ -89,7 +89,7 @@ PARTS = (
     Part(
         name="3B, states on the host, breadth-first",
         preset="llama3.2-3b",
-        keys=(RECOMPUTED, NO_CLIP, *HOST, AHEAD, BREADTH_FIRST),
+        keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD, BREADTH_FIRST),
         sequence=2048,
         batch=32,
         microbatch=4,

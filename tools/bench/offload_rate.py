@@ -10,7 +10,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,16 +36,18 @@ from tools.bench.table import machine, table, write_section
 RATIOS = ((1, 0.25, 0.25), (1, 0.5, 0.5), (1, 1, 0.5), (1, 0.5, 1), (1, 0.5, 2))
 # Microbatches, and whether they all pass a unit before the next one.
 ACCUMULATIONS = ((1, False), (4, False), (4, True), (16, False), (16, True))
-UNITS, PER_UNIT, ELEMENTS, THREADS = 32, 4, 1000, 4
+# A block of llama3.2-1b has 15 buckets.
+UNITS, PER_UNIT, ELEMENTS, THREADS = 32, 8, 500, 4
 TOTAL = UNITS * PER_UNIT * ELEMENTS
 # AxoNN's chunks of the reduction: seconds of the whole reduction, and of beginning each of its calls.
 REDUCTION, CALL = 0.4, 0.004
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row. spare: one bucket in so many may be stepped ahead, 0 for none. by_unit: whether all microbatches pass a
-    unit before the next one (`pipeline.schedule: breadth-first`)."""
+    """One row. spare: one bucket in so many may be stepped ahead, 0 for none. weights_on_device: whether their weights
+    wait there (`offload.spare_weights`). by_unit: whether all microbatches pass a unit before the next one
+    (`pipeline.schedule: breadth-first`)."""
 
     ratio: tuple[float, float, float]
     microbatches: int
@@ -53,10 +55,11 @@ class Case:
     order: Order = field(default_factory=lambda: Order(THREADS))
     on_device: bool = False
     by_unit: bool = False
+    weights_on_device: bool = False
 
     def moves(self) -> list[Moves]:
         """Return what each bucket moves."""
-        link = (12, 12, 14, 2) if self.on_device else (4, 2, 0, 2)
+        link = (12, 12, 14, 2) if self.on_device else (4, 2, *((2, 0) if self.weights_on_device else (0, 2)))
         there, back, ahead, commit = (count * ELEMENTS for count in link)
         units = [unit for unit in range(UNITS) for _ in range(PER_UNIT)]
         return [
@@ -102,10 +105,9 @@ def main() -> None:
     load, rows, others = os.getloadavg()[0], list[Sequence[str]](), list[Sequence[str]]()
     for ratio in RATIOS:
         for microbatches, by_unit in ACCUMULATIONS:
-            found = {
-                spare: measure(Case(ratio, microbatches, spare, by_unit=by_unit), arguments.second, arguments.steps)
-                for spare in (0, 4, 1)
-            }
+            cases = [Case(ratio=ratio, microbatches=microbatches, spare=spare, by_unit=by_unit) for spare in (0, 4, 1)]
+            cases.append(replace(cases[-1], weights_on_device=True))
+            found = [measure(case, arguments.second, arguments.steps) for case in cases]
             rows.append(row(ratio, f"{microbatches}{', breadth-first' if by_unit else ''}", found))
             print(rows[-1], flush=True)
         others.append(other_orders(ratio, arguments.second, arguments.steps))
@@ -127,10 +129,10 @@ def measure(case: Case, second: float, steps: int) -> Found:
     return Found(run.seconds[1:], simulated.seconds, max(least_seconds(*given).values()), exact_least(*given))
 
 
-def row(ratio: Sequence[float], microbatches: str, found: dict[int, Found]) -> Sequence[str]:
+def row(ratio: Sequence[float], microbatches: str, found: Sequence[Found]) -> Sequence[str]:
     """Return a row of the first table."""
-    full = found[1]
-    cells = [f"{statistics.median(one.measured) / full.busiest:.2f}" for one in found.values()]
+    full = found[-1]
+    cells = [f"{statistics.median(one.measured) / full.busiest:.2f}" for one in found]
     noise = (max(full.measured) - min(full.measured)) / full.simulated
     return (
         shown(ratio),
@@ -145,8 +147,8 @@ def row(ratio: Sequence[float], microbatches: str, found: dict[int, Found]) -> S
 
 def other_orders(ratio: tuple[float, float, float], second: float, steps: int) -> Sequence[str]:
     """Return a row of the second table, of one microbatch: other orders, as multiples of the busiest lane."""
-    apart = measure(Case(ratio, 1, order=Order(1, waits_for=None)), second, steps)
-    at_end = measure(Case(ratio, 1, order=Order(THREADS, waits_for=None)), second, steps)
+    apart = measure(Case(ratio=ratio, microbatches=1, order=Order(1, waits_for=None)), second, steps)
+    at_end = measure(Case(ratio=ratio, microbatches=1, order=Order(THREADS, waits_for=None)), second, steps)
     cells = [f"{statistics.median(one.measured) / one.busiest:.2f}" for one in (apart, at_end)]
     cells += [f"{axonn(ratio, chunk, second) / second:.2f}" for chunk in (1, 2, 4, UNITS * PER_UNIT)]
     return shown(ratio), *cells
@@ -155,7 +157,7 @@ def other_orders(ratio: tuple[float, float, float], second: float, steps: int) -
 def axonn(ratio: tuple[float, float, float], chunk: int, second: float) -> float:
     """Return the seconds of a step in AxoNN's order (section V): after the passes, the reduction goes through chunks of
     buckets, and the device steps those that are reduced."""
-    moves, computation, rates = Case(ratio, 1, on_device=True).given(second)
+    moves, computation, rates = Case(ratio=ratio, microbatches=1, on_device=True).given(second)
     chunks = len(moves) // chunk
     run = EmulatedRun(moves, Computation((), ()), rates, Order(THREADS))
     return computation.seconds + run.reduced(chunk, (REDUCTION * second) / chunks + CALL)
@@ -170,7 +172,9 @@ def memory_rows() -> list[Sequence[str]]:
     """Return rows of the device's memory, planned, and counted in what a run allocates."""
     rows: list[Sequence[str]] = []
     recipe = Path(__file__).with_name("offload_rate.yaml")
-    for keys in (("offload.overlap=1",), ("offload.overlap=3",), ("offload.overlap=3", "offload.spare=1")):
+    ahead = ("offload.overlap=3", "offload.spare=1")
+    waiting = (*ahead, "offload.spare_weights=device")
+    for keys in (("offload.overlap=1",), ("offload.overlap=3",), ahead, waiting):
         for step in ("host", "device"):
             plan = make_plan(load_recipe(str(recipe), (*keys, f"offload.step={step}")), Facts(world=1, device="cuda"))
             planned = memory_budget(plan).rows[0].device
@@ -186,7 +190,7 @@ def memory_rows() -> list[Sequence[str]]:
             assert states is not None
             for unit in units:
                 states.take(unit, {})
-            counted = sum(unit.nbytes for unit in units) + states.stepper.nbytes
+            counted = sum(unit.nbytes for unit in units) + states.device_nbytes
             states.close()
             said = " ".join((*keys, f"offload.step={step}"))
             rows.append((said, f"{sum(planned[name] for name in names):,}", f"{counted:,}"))
@@ -199,8 +203,8 @@ def report(
 ) -> str:  # fmt: skip
     """Return the section."""
     header = (
-        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "measured / simulated", "noise",
-        "simulated / busiest lane", "simulated / least exact",
+        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "its weights on the device",
+        "measured / simulated", "noise", "simulated / busiest lane", "simulated / least exact",
     )  # fmt: skip
     chunks = ("AxoNN, k = 1", "k = 2", "k = 4", "no chunks")
     return f"""## Stepping on the host beside the computation
@@ -209,11 +213,11 @@ def report(
 of {PER_UNIT} buckets, {second:g} s for the computation of one microbatch, {steps} steps a row.
 `compute : link : step` are the seconds of one microbatch's computation, of all gradients on the host link, and of
 stepping all buckets. `spare` columns are the measured seconds of a step as multiples of the busiest lane (compute, host
-link each way, step). `measured / simulated`, `noise` (of the measured steps, largest less smallest, over simulated) and
-the last two columns are with `spare 1`. The least exact step is longer than the busiest lane where gradients are
-complete only in the last of several microbatches, and as weights may come up only once the norm is known. With
-`pipeline.schedule: breadth-first`, all microbatches pass a unit before the next one, so that most gradients are
-complete early.
+link each way, step). In the last of them, the weights of `spare 1` wait for the norm on the device
+(`offload.spare_weights`), else on the host. `measured / simulated`, `noise` (of the measured steps, largest less
+smallest, over simulated) and the last two columns are with that. The least exact step is longer than the busiest lane
+where gradients are complete only in the last of several microbatches. With `pipeline.schedule: breadth-first`, all
+microbatches pass a unit before the next one, so that most gradients are complete early.
 
 {table(header, rows)}
 

@@ -46,7 +46,7 @@ def recorded(on_gpu: bool) -> Event:
 class Copies(Protocol):
     """Copies between the host and a device.
 
-    link: counts what is copied.
+    link: counts what is copied, but for what `publish` copies: another thread may call that.
     """
 
     link: LinkCount
@@ -114,7 +114,6 @@ class StreamCopies:
         if in_host_memory(to):
             to.copy_(values)
             return Passed()
-        self.link.to_device += values.nbytes
         with torch.cuda.stream(self._publishing):
             after.wait()
             to.copy_(values, non_blocking=True)

@@ -47,7 +47,10 @@ class OffloadedStates:
         self._staged = stagings(offload, device, largest(buckets), dtype, sums, most)
         self.stepper = Stepper(states, self._staged, offload.overlap)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
-        self._memory = host_zeros(sum(sizes), dtype, pinned=device.type != "cpu")
+        if offload.spare_weights == "device":
+            self._memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        else:
+            self._memory = host_zeros(sum(sizes), dtype, pinned=device.type != "cpu")
         parts = zip(self._memory.split(sizes), buckets, strict=True)
         # By number of each bucket that is stepped ahead: memory for its weights.
         self._spare = {number: part for number, (part, bucket) in enumerate(parts) if bucket.spare}
@@ -93,4 +96,10 @@ class OffloadedStates:
     @property
     def nbytes(self) -> int:
         """Bytes of the host's memory, without pinned buffers through which gradients and weights pass."""
-        return self.states.nbytes + self._memory.nbytes
+        return self.states.nbytes + (0 if self._offload.spare_weights == "device" else self._memory.nbytes)
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the device's memory."""
+        weights = self._memory.nbytes if self._offload.spare_weights == "device" else 0
+        return sum(staging.nbytes for staging in self._staged) + weights

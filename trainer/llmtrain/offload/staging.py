@@ -1,6 +1,6 @@
 """How one bucket of offloaded states is stepped: where the kernel runs, and what is copied there and back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,8 +37,8 @@ class BucketStep:
 
 @dataclass(frozen=True, eq=False)
 class StepAhead:
-    """A whole bucket to be stepped ahead. spare: memory of the host, `[n]` of the compute dtype, which receives the new
-    weights until they are published."""
+    """A whole bucket to be stepped ahead. spare: memory of the host or of the device, `[n]` of the compute dtype, which
+    receives the new weights until they are published."""
 
     work: BucketStep
     spare: Tensor
@@ -95,14 +95,22 @@ class InPlace:
 
 
 class _Copying:
-    """The part of a staging that publishes through copies."""
+    """The part of a staging that publishes through copies. on_device: whether weights of steps ahead wait in the
+    device's memory."""
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies, self.link = copies, copies.link
+    def __init__(self, copies: Copies, on_device: bool) -> None:
+        self._copies, self._waits_on_device, self._published = copies, on_device, LinkCount()
 
     def publish(self, ahead: StepAhead) -> Event:
         """See Staging."""
-        return self._copies.publish(ahead.work.weight, ahead.spare, ahead.work.computed)
+        weight, spare = ahead.work.weight, ahead.spare
+        self._published.to_device += 0 if self._waits_on_device or in_host_memory(weight) else spare.nbytes
+        return self._copies.publish(weight, spare, ahead.work.computed)
+
+    @property
+    def link(self) -> LinkCount:
+        """See Staging."""
+        return self._copies.link + self._published
 
 
 class Pinned(_Copying):
@@ -111,10 +119,13 @@ class Pinned(_Copying):
 
     nbytes = 0
 
-    def __init__(self, copies: Copies, bucket: int, dtype: torch.dtype, sums: torch.dtype, threads: int = 1) -> None:
+    def __init__(
+        self, copies: Copies, bucket: int, dtype: torch.dtype, sums: torch.dtype, threads: int = 1,
+        on_device: bool = False,
+    ) -> None:  # fmt: skip
         """bucket: most elements of a bucket. dtype, sums: dtypes of the weights and of the sums of gradients. threads:
-        number of threads of the kernel."""
-        super().__init__(copies)
+        number of threads of the kernel. on_device: see _Copying."""
+        super().__init__(copies, on_device)
         self._threads = threads
         self._gradient, self._weight = (host_zeros(bucket, one, pinned=True) for one in (sums, dtype))
 
@@ -125,21 +136,31 @@ class Pinned(_Copying):
             _step(work, states, gradient, numbers, work.weight, self._threads)
             return Passed()
         _step(work, states, gradient, numbers, weight, self._threads)
-        with self._copies.after(Passed()):
-            work.weight.copy_(weight, non_blocking=True)
-        self.link.to_device += weight.nbytes
+        self._take_up(weight, work.weight)
         return self._copies.record()
 
     def step_ahead(self, ahead: StepAhead, old: Tensor, new: Tensor, apart: bool, numbers: AdamWStep) -> None:
         """See Staging."""
-        _step_ahead(ahead, old, new, apart, self._bring(ahead.work), numbers, self._threads)
+        gradient, weight = self._bring(ahead.work), self._weight[: ahead.work.gradient.numel()]
+        if not self._waits_on_device:
+            _step_ahead(ahead, old, new, apart, gradient, numbers, self._threads)
+            return
+        _step_ahead(replace(ahead, spare=weight), old, new, apart, gradient, numbers, self._threads)
+        self._take_up(weight, ahead.spare)
+        self._copies.wait()
+
+    def _take_up(self, weight: Tensor, to: Tensor) -> None:
+        """Start to copy a weight from its slot."""
+        with self._copies.after(Passed()):
+            to.copy_(weight, non_blocking=True)
+        self._copies.count(to_host=0, to_device=weight.nbytes)
 
     def _bring(self, work: BucketStep) -> Tensor:
         """Return the gradient in its slot."""
         gradient = self._gradient[: work.gradient.numel()]
         with self._copies.after(work.computed):
             gradient.copy_(work.gradient, non_blocking=True)
-        self.link.to_host += 0 if in_host_memory(work.gradient) else gradient.nbytes
+        self._copies.count(to_host=0 if in_host_memory(work.gradient) else gradient.nbytes, to_device=0)
         # The weight of the bucket before has left its slot after this, too.
         self._copies.wait()
         return gradient
@@ -149,10 +170,11 @@ class OnDevice(_Copying):
     """The device steps (AxoNN, section V): states come to a slot of its memory and go back. A step ahead takes a copy
     of the gradient too, as kernels may change it."""
 
-    def __init__(self, copies: Copies, slot: Tensor, ahead: Tensor, weight: Tensor) -> None:
+    def __init__(self, copies: Copies, slot: Tensor, ahead: Tensor, weight: Tensor, on_device: bool = False) -> None:
         """slot: fp32 `[states, most elements of a bucket]`. ahead, weight: memory for the gradient and for the
-        weights of a step ahead; `[0]` if no bucket is stepped ahead."""
-        super().__init__(copies)
+        weights of a step ahead; `[0]` if no bucket is stepped ahead, and `weight` if its weights wait on the device.
+        on_device: see _Copying."""
+        super().__init__(copies, on_device)
         self._slot, self._ahead, self._weight = slot, ahead, weight
         self.nbytes = sum(one.nbytes for one in (slot, ahead, weight))
 
@@ -170,7 +192,8 @@ class OnDevice(_Copying):
     def step_ahead(self, ahead: StepAhead, old: Tensor, new: Tensor, apart: bool, numbers: AdamWStep) -> None:
         """See Staging."""
         work, size = ahead.work, old.shape[1]
-        slot, gradient, weight = self._slot[: len(old), :size], self._ahead[:size], self._weight[:size]
+        slot, gradient = self._slot[: len(old), :size], self._ahead[:size]
+        weight = ahead.spare if self._waits_on_device else self._weight[:size]
         with self._copies.after(work.computed):
             _copy_states(old, slot)
             gradient.copy_(work.gradient)
@@ -178,8 +201,10 @@ class OnDevice(_Copying):
                 weight.copy_(work.weight)
             _step(work, slot, gradient, numbers, weight, 1)
             _copy_states(slot, new)
-            ahead.spare.copy_(weight, non_blocking=True)
-        self._copies.count(to_host=new.nbytes + weight.nbytes, to_device=old.nbytes)
+            if weight is not ahead.spare:
+                ahead.spare.copy_(weight, non_blocking=True)
+        weights = 0 if weight is ahead.spare else weight.nbytes
+        self._copies.count(to_host=new.nbytes + weights, to_device=old.nbytes)
         self._copies.wait()
 
 
@@ -190,15 +215,17 @@ def stagings(
     dtypes of the weights and of the sums of gradients. states: number of states of a bucket. torch's threads are shared
     out over kernels that run at the same time."""
     threads = max(1, torch.get_num_threads() // offload.workers)
+    waits_on_device = offload.spare_weights == "device"
 
     def new() -> Staging:
         if offload.on_device:
             copies, slot = copies_to(device), torch.zeros(states, bucket, device=device)
-            ahead = bucket if offload.spare else 0
-            return OnDevice(copies, slot, *(torch.zeros(ahead, dtype=one, device=device) for one in (sums, dtype)))
+            gradient = torch.zeros(bucket if offload.spare else 0, dtype=sums, device=device)
+            weight = torch.zeros(0 if waits_on_device else len(gradient), dtype=dtype, device=device)
+            return OnDevice(copies, slot, gradient, weight, waits_on_device)
         if device.type == "cpu":
             return InPlace(threads)
-        return Pinned(copies_to(device), bucket, dtype, sums, threads)
+        return Pinned(copies_to(device), bucket, dtype, sums, threads, waits_on_device)
 
     return [new() for _ in range(offload.workers)]
 

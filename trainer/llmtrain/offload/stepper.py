@@ -209,11 +209,6 @@ class Stepper:
         for thread in self._threads:
             thread.join()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory of the device through which states pass."""
-        return sum(staging.nbytes for staging in self._stagings)
-
     def _wait(self, reached: Callable[[], bool]) -> None:
         begin = time.perf_counter()
         self._changed.wait_for(lambda: reached() or self._failure is not None)

@@ -13,6 +13,10 @@ class LinkCount:
     to_host: int = 0
     to_device: int = 0
 
+    def __add__(self, other: "LinkCount") -> "LinkCount":
+        """Return what both have counted."""
+        return LinkCount(self.to_host + other.to_host, self.to_device + other.to_device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierUsage:

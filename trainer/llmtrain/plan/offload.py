@@ -39,7 +39,8 @@ class Offload:
     sums of gradients, rest. paths: folders of files, one for each volume. weights: relative bandwidths of the volumes.
     bucket: most elements that move at the same time. on_device: whether the part comes to the device to be stepped.
     backend: the kernel that steps it. overlap: buckets that are on their way while one is stepped. spare: share of the
-    part that may be stepped before the gradients' norm is known, in memory of its own.
+    part that may be stepped before the gradients' norm is known, in memory of its own. spare_weights: memory of the
+    weights that this makes, until the norm is known.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
@@ -54,6 +55,7 @@ class Offload:
     backend: OptimizerBackend = "cpu"
     overlap: int = OVERLAP
     spare: float = 0.0
+    spare_weights: Literal["host", "device"] = "host"
 
     @classmethod
     def of(cls, recipe: OffloadConfig, backend: OptimizerBackend, volumes: Sequence[Nvme], device: Device) -> "Offload":
@@ -69,6 +71,7 @@ class Offload:
         default = HOST_BUCKET if device != "cpu" and recipe.optimizer == "host" else BUCKET
         bucket = default if recipe.bucket == "auto" else recipe.bucket
         share = 1.0 if recipe.share == "auto" else recipe.share
+        waits_on_device = recipe.spare_weights == "device" and recipe.parameters == "none" and device != "cpu"
         return cls(
             tier=recipe.optimizer,
             share=0.0 if recipe.optimizer == "none" else share,
@@ -81,6 +84,7 @@ class Offload:
             backend=backend if recipe.step == "device" or device == "cpu" else "cpu",
             overlap=OVERLAP if recipe.overlap == "auto" else recipe.overlap,
             spare=0.0 if recipe.spare == "auto" else recipe.spare,
+            spare_weights="device" if waits_on_device else "host",
         )
 
     @property

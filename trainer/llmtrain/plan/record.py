@@ -22,7 +22,7 @@ _UNUSED: dict[Family, tuple[str, ...]] = {
 }
 """Keys that do not apply to a family; they are null in a record."""
 
-_OFFLOAD = ("share", "spare", "bucket", "overlap")
+_OFFLOAD = ("share", "spare", "spare_weights", "bucket", "overlap")
 """Keys of `offload` whose names and values in a plan are those of the recipe."""
 
 _WAY_TO_START = "checkpoint.resume"
@@ -112,7 +112,7 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
     if record["offload.parameters"] == "none":
         yield "offload.gradients"
     if record["offload.optimizer"] == "none":
-        yield from ("offload.share", "offload.spare", "offload.overlap")
+        yield from ("offload.share", "offload.spare", "offload.spare_weights", "offload.overlap")
         if record["offload.parameters"] == record["offload.gradients"] == "none":
             yield "offload.bucket"
 

@@ -31,11 +31,14 @@ class OffloadConfig:
     gradients arrive, before their norm is known, into spare memory or files of the same size; it counts once the norm
     is known and does not clip, and else the step is repeated from the old states. auto is 0 on CPUs, for nvme, and
     where no gradients are complete before the last pass ends; for host it is the most that fits
-    `cluster.node.host.memory`, in eighths, or a quarter where that is not stated. paths: folders for nvme, one for each
-    volume, over which bytes are striped; by default those of the cluster file's node.nvme. bucket: elements of a bucket
-    of states; auto is 4194304 where a GPU's host has them in its memory, else 524288. overlap: buckets of optimizer
-    states that are on their way while one is stepped (AxoNN's k; ranks have reduced their gradients during the backward
-    pass). With optimizer host, overlap + 1 threads step a bucket each, and none is fetched ahead. auto is 3.
+    `cluster.node.host.memory`, in eighths, or a quarter where that is not stated. spare_weights: where the new weights
+    of what is stepped ahead wait for the norm: host, or device, so that they cross the host link during the backward
+    pass; auto is device where no activations leave it and `cluster.accelerator.memory` has room for all of them beside
+    what else it holds. paths: folders for nvme, one for each volume, over which bytes are striped; by default those of
+    the cluster file's node.nvme. bucket: elements of a bucket of states; auto is 4194304 where a GPU's host has them in
+    its memory, else 524288. overlap: buckets of optimizer states that are on their way while one is stepped (AxoNN's k;
+    ranks have reduced their gradients during the backward pass). With optimizer host, overlap + 1 threads step a bucket
+    each, and none is fetched ahead. auto is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -47,6 +50,7 @@ class OffloadConfig:
     activations: Literal["none", "host", "nvme"] = "none"
     share: Share | Literal["auto"] = "auto"
     spare: Share | Literal["auto"] = "auto"
+    spare_weights: Literal["auto", "host", "device"] = "auto"
     paths: tuple[str, ...] = ()
     bucket: BucketSize | Literal["auto"] = "auto"
     overlap: Overlap | Literal["auto"] = "auto"

@@ -89,8 +89,8 @@ def exact_least(moves: Sequence[Moves], computation: Computation, rates: Rates) 
     """Return the least seconds of a step that is exact.
 
     The first gradients are complete in the last backward pass of the last run of units, and its first forward pass
-    needs the last weights: the other lanes do not run beside its other passes. Weights are copied to the device once
-    the norm is known, during the forward passes.
+    needs the last weights: the other lanes do not run beside its other passes. Weights that wait on the host are copied
+    to the device once the norm is known, during the forward passes.
     """
     busy, last = least_seconds(moves, computation, rates), computation.ranges[-1]
     alone, others = busy.pop("compute"), computation.microbatches - 1
@@ -222,7 +222,8 @@ class _Simulation:
             place = self._commits.popleft()
             yield lambda place=place: self._stepped_ahead[place]  # type: ignore[misc]
             self._note("commit", place)
-            yield self._lanes.take("up", self._now, self._moves[place].commit / self._rates.up)
+            if commit := self._moves[place].commit:
+                yield self._lanes.take("up", self._now, commit / self._rates.up)
             del self._stepped_ahead[place]
             self._left[self._moves[place].unit] -= 1
 

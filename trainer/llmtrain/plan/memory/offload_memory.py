@@ -16,9 +16,10 @@ from llmtrain.plan.summed import summed
 @dataclass(frozen=True, kw_only=True)
 class OffloadMemory:
     """host: bytes of optimizer states in the host's memory. spare: bytes there for what is stepped ahead: states, if
-    they rest there, and weights. weights, gradients: bytes of weights and of sums of gradients there. buffers: bytes of
-    the host's buffers: those through which states in files pass and, on a GPU, those of gradients and weights. slots:
-    bytes of the device's memory through which states pass that it steps. files: bytes of all of these in files."""
+    they rest there, and weights, if they wait there. weights, gradients: bytes of weights and of sums of gradients
+    there. buffers: bytes of the host's buffers: those through which states in files pass and, on a GPU, those of
+    gradients and weights. slots: bytes of the device's memory through which states pass that it steps, and of weights
+    of what is stepped ahead, if they wait there. files: bytes of all of these in files."""
 
     host: int = 0
     spare: int = 0
@@ -49,6 +50,8 @@ def _states(plan: Plan, rank: int) -> OffloadMemory:
     beside = plan.gradient_bytes + plan.compute_bytes
     passing = 0 if plan.device == "cpu" or offload.on_device else offload.workers * most * beside
     slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0
+    if offload.spare_weights == "device":
+        weights, slots = 0, slots + weights
     if offload.tier == "host":
         states, more = (
             sum(4 * one.states * one.numel * count for one, count in some.items()) for some in (sizes, Counter(spare))
@@ -60,9 +63,10 @@ def _states(plan: Plan, rank: int) -> OffloadMemory:
 
 def _slots(plan: Plan, most: int, states: int) -> int:
     """Return the bytes of the device's memory for buckets that it steps. A step ahead takes a copy of the gradient, and
-    memory for the weight. most: elements of the largest bucket."""
+    memory for a weight that waits on the host. most: elements of the largest bucket."""
     offload = plan.sharding.offload
-    ahead = plan.gradient_bytes + plan.compute_bytes if offload.spare else 0
+    waiting = plan.compute_bytes if offload.spare_weights == "host" else 0
+    ahead = plan.gradient_bytes + waiting if offload.spare else 0
     return offload.workers * most * (4 * states + ahead)
 
 

@@ -78,12 +78,14 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
         numel, placement = bucket.numel, plan.sharding.placements[bucket.unit]
         brought = placement.moves_gradients
         weight, states, gradient = plan.compute_bytes * numel, 4 * bucket.states * numel, gradient_bytes * numel
+        waits_on_host = offload.spare_weights == "host"
         if offload.on_device:
-            # A device that steps writes its weights itself, but those of a step ahead wait on the host.
-            moved = (states + gradient * brought, states, states + weight, weight)
+            # A device that steps writes its weights itself, but those of a step ahead may wait on the host.
+            waiting = weight * waits_on_host
+            moved = (states + gradient * brought, states, states + waiting, waiting)
         else:
             up = weight * (not placement.writes_at_rest)
-            moved = (gradient * (not brought), up, 0, up)
+            moved = (gradient * (not brought), up, *((0, up) if waits_on_host else (up, 0)))
         there, back, ahead, commit = (0, 0, 0, 0) if plan.device == "cpu" else moved
         found.append(
             Moves(

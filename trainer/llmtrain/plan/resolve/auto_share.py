@@ -1,6 +1,8 @@
-"""What `auto` of `offload.share` and of `offload.spare` stands for: the least part of the optimizer states with which a
-plan fits if it leaves, or all of them where gathered weights use the memory better, and the most of that part that the
-host has spare memory for. No torch in here."""
+"""What `auto` of `offload.share`, `offload.spare` and `offload.spare_weights` stands for. No torch in here.
+
+The least part of the optimizer states with which a plan fits if it leaves, or all of them where gathered weights use
+the memory better; the most of that part that the host has spare memory for; the device if it has room for weights.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -78,3 +80,13 @@ def most_spare(plan: Plan) -> float:
         return memory_budget(with_spare(eighths), programs).exceeds
 
     return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS
+
+
+def keeps_weights_ahead(plan: Plan, ahead: Plan) -> bool:
+    """Return whether the stated memory of the device has room for the weights of what is stepped ahead beside all that
+    it holds without them. plan, ahead: where they wait on the host, and on the device."""
+    if ahead.sharding.offload.spare_weights == "host" or plan.activation_offload.tier != "none":
+        return False
+    budget = memory_budget(ahead)
+    same = replace(ahead.sharding, offload=plan.sharding.offload) == plan.sharding
+    return same and budget.limit is not None and not budget.excess

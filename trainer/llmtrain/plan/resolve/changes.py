@@ -54,6 +54,7 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     wide = [values | {"parallel.sequence": True} for values in grids if "parallel.tensor" in values][-1:]
     for values in (
         *_whole_share(recipe),
+        *([{"offload.spare_weights": "host"}] if recipe.offload.spare_weights == "device" else []),
         *sharding,
         *activations,
         *grids,

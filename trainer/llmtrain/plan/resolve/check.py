@@ -297,7 +297,7 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
     offload, unset = recipe.offload, Offload()
     # Sums of gradients move in buckets too.
     buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)
-    given = {key: getattr(offload, key) for key in ("share", "spare", *buckets, "overlap")}
+    given = {key: getattr(offload, key) for key in ("share", "spare", "spare_weights", *buckets, "overlap")}
     # A plan's record, read as a recipe, has the values of a plan without offload.
     unused = [f"offload.{key} is {value}" for key, value in given.items() if value not in ("auto", getattr(unset, key))]
     if offload.optimizer == "none" and unused:
@@ -312,6 +312,18 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"offload.spare is {offload.spare}, but no gradients are complete before the last pass ends, so that "
             "nothing is stepped ahead; leave it out"
         )
+    elif offload.optimizer != "none" and offload.spare_weights == "device" and (why := _no_spare_weights(plan)):
+        yield f"offload.spare_weights is device, but {why}; leave it out"
+
+
+def _no_spare_weights(plan: Plan) -> str | None:
+    """Return why no weights of steps ahead can wait on the device, or None."""
+    offload = plan.sharding.offload
+    if plan.device == "cpu":
+        return "a CPU computes, whose memory is the host's"
+    if offload.parameters != "device":
+        return f"offload.parameters is {offload.parameters}, so that weights rest there"
+    return None if offload.spare else "offload.spare is 0, so that nothing is stepped ahead"
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:

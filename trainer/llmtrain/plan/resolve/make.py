@@ -34,7 +34,7 @@ from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
 from llmtrain.plan.resolve.auto_batch import MOST, microbatches, with_batch_that_fits, with_least
 from llmtrain.plan.resolve.auto_resident import Filling
-from llmtrain.plan.resolve.auto_share import least_share, most_spare, shortest_lanes
+from llmtrain.plan.resolve.auto_share import keeps_weights_ahead, least_share, most_spare, shortest_lanes
 from llmtrain.plan.resolve.kernels import kernels_of
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.plan.resolve.tensor_check import tensor_problems
@@ -70,10 +70,15 @@ def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:
 def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe, with the least activations on the device."""
     plan, given = _with_share(recipe, facts), recipe.offload
-    if given.optimizer == "none" or given.spare != "auto" or not (spare := most_spare(plan)):
+    if given.optimizer == "none" or not (spare := most_spare(plan) if given.spare == "auto" else given.spare):
         return plan
-    share = plan.sharding.offload.share
-    return _plan(replace(recipe, offload=replace(given, share=share, spare=spare)), facts)
+    known = replace(given, share=plan.sharding.offload.share, spare=spare)
+    if given.spare == "auto":
+        plan = _plan(replace(recipe, offload=known), facts)
+    if given.spare_weights != "auto" or facts.device == "cpu":
+        return plan
+    ahead = _plan(replace(recipe, offload=replace(known, spare_weights="device")), facts)
+    return ahead if keeps_weights_ahead(plan, ahead) else plan
 
 
 def _with_share(recipe: Recipe, facts: Facts) -> Plan:

@@ -140,7 +140,7 @@ def _least(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         train=replace(train, microbatch=1) if train.microbatch == "auto" else train,
-        offload=replace(offload, spare=0.0) if ahead else offload,
+        offload=replace(offload, spare=0.0, spare_weights="host") if ahead else offload,
     )
 
 
