@@ -34,7 +34,7 @@ STRATEGIES = [
     ("activation_checkpointing=full", "zero.stage=1"),
     ("model.tie_embeddings=true", "parallel.pipeline=2", "model.dropout=0.1"),
     ("offload.optimizer=host",),
-    ("offload.optimizer=host", "offload.spare_weights=device"),
+    ("offload.optimizer=host", "offload.spare=1", "offload.spare_weights=device"),
     ("offload.parameters=host", "parallel.tensor=2"),
     ("offload.parameters=nvme", "offload.gradients=host", "zero.stage=2"),
 ]
