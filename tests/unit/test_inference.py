@@ -153,6 +153,26 @@ def test_the_most_likely_token_always_stays(top_p: float) -> None:
         assert drawn == [int(each.argmax()) for each in logits]
 
 
+def test_a_temperature_near_0_takes_the_most_likely_token() -> None:
+    generator, logits = torch.Generator().manual_seed(0), torch.tensor([1.0, 3.0, 2.0])
+    assert draw(logits, Sampling(temperature=1e-300), generator) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--temperature", "nan", "--temperature is nan; expected a number"),
+        ("--top-p", "nan", "--top-p is nan; expected a number"),
+        ("--seed", "1" + 23 * "0", "--seed"),
+        ("--seed", "-1", "--seed"),
+    ],
+)
+def test_numbers_that_nothing_can_be_drawn_with(
+    option: str, value: str, said: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, "generate", model, option, value)
+
+
 def test_tokenizers_that_do_not_go_with_the_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

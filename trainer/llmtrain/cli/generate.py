@@ -21,7 +21,7 @@ def generate(
             min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this, at least one."
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer.", metavar="DIR", show_default="the recipe's")
     ] = None,

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 from torch import Tensor
 
-from llmtrain.errors import RunFailedError
+from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.gpt import GPT
 
 
@@ -20,6 +21,11 @@ class Sampling:
     top_k: int = 50
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if isnan(getattr(self, name)):
+                raise BadInputError(f"--{name.replace('_', '-')} is nan; expected a number")
 
 
 @torch.no_grad()
@@ -48,7 +54,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token id from fp32 logits `[vocab]`."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    # The largest is 0, so that a small temperature makes none infinite. A smaller one than this is 0 in fp32.
+    logits = (logits - logits.max()) / max(sampling.temperature, 1e-30)
     # Stable: of equally likely tokens the first one comes first, as in argmax.
     ordered, order = logits.sort(descending=True, stable=True)
     if sampling.top_k:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from llmtrain_data.bounds import Rate, Share, Steps, StepsOrNever
+from llmtrain_data.bounds import Factor, Rate, Share, Steps, StepsOrNever
 from pydantic import Field
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -22,7 +22,7 @@ class AdamW:
     name: Literal["adamw"] = "adamw"
     lr: Rate = 3e-4
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: Rate = 1e-8
+    eps: Factor = 1e-8
     weight_decay: Rate = 0.1
     clip: Rate = 1.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
