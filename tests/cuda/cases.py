@@ -112,6 +112,14 @@ PARALLEL = {
     "recomputed, tensor, sequence": Case(2, (RECOMPUTED, SEQUENCE, NEOX), tensor=2),
     "recomputed, 1f1b": Case(2, (RECOMPUTED,), pipeline=2),
 }
+REGISTERED = "zero.registered=true"
+REGISTERS = {
+    "registered, stage 2": Case(2, (_stage(2), REGISTERED)),
+    "registered, stage 3": Case(2, (_stage(3), REGISTERED)),
+    "registered, stage 3, fp32": Case(2, (_stage(3), FP32, REGISTERED)),
+    "registered, zero++": Case(4, ("zero.preset=zero++", REGISTERED), node=2),
+    "registered, topo, 1f1b": Case(8, ("zero.preset=topo", REGISTERED), node=2, pipeline=2),
+}
 OFFLOAD = {
     "optimizer on the host": Case(2, (_stage(1), *HOST)),
     "optimizer on the host, stage 3": Case(2, (_stage(3), *HOST)),
@@ -162,4 +170,4 @@ SAVES = {
     "saved, some states on the host": Case(1, (*HOST, "offload.share=0.5"), saves=True),
     "saved, optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS), saves=True),
 }
-CASES = SHARDING | PARALLEL | OFFLOAD | SAVES
+CASES = SHARDING | PARALLEL | REGISTERS | OFFLOAD | SAVES

@@ -44,6 +44,7 @@ class Machine:
         self._waiting: list[tuple[str, Callable[[], bool]]] = []
         self._current: dict[str, str] = {}
         self._set = {MAIN}
+        self._pool: Pool | None = None
 
     @property
     def thread(self) -> str:
@@ -91,6 +92,20 @@ class Machine:
         self._pinned.add(_memory(tensor))
         self._kept[_memory(tensor)] = tensor.untyped_storage()
         return tensor
+
+    @contextmanager
+    def allocating(self, pool: "Pool") -> Iterator[None]:
+        """Stand for `torch.cuda.use_mem_pool`."""
+        self._pool = pool
+        try:
+            yield
+        finally:
+            self._pool = None
+
+    def allocated(self, tensors: Iterable[Tensor]) -> None:
+        """Note new memory of the device."""
+        if self._pool is not None:
+            self._pool.memory.update(_memory(tensor) for tensor in tensors if tensor.is_cuda)
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
         """Stand for `cudaHostRegister`, of all of a storage."""
@@ -174,6 +189,17 @@ class Machine:
                 last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
                 found.append(Extent(memory, start * size, (start + last + 1) * size))
         return found
+
+
+class Pool:
+    """Stands for `torch.cuda.MemPool`."""
+
+    def __init__(self, allocator: object) -> None:
+        self.memory = set[int]()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        return _memory(tensor) in self.memory
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,20 +11,21 @@ from torch import Tensor
 from torch._C import _DisableTorchDispatch
 
 from tests.cuda.clocks import Knowledge
-from tests.cuda.machine import DEFAULT, Machine
+from tests.cuda.machine import DEFAULT, Machine, Pool
 
 
 @dataclass
 class Call:
     """A call. what: its operation, size and dtype; equal on all ranks of a collective. agent, number: the act. before:
     what happens before it. beside: number of acts that the host had launched on the default stream by then, and that
-    may run at the same time."""
+    may run at the same time. registered: whether its communicator knows all memory that it uses."""
 
     what: str
     agent: str
     number: int
     before: Knowledge
     beside: int
+    registered: bool
 
 
 @dataclass(eq=False)
@@ -35,6 +36,10 @@ class Group:
     members: Sequence[int]
     own: int
     calls: list[Call] = field(default_factory=list)
+    pools: list[Pool] = field(default_factory=list)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(mem_allocator=None, register_mem_pool=self.pools.append)
 
     def rank(self) -> int:
         """See torch."""
@@ -152,7 +157,8 @@ class Nccl:
         number = machine.compute(op, reads, writes, stream)
         before = machine.clocks.known(stream)
         beside = machine.clocks.known(DEFAULT).get(DEFAULT, 0) - before.get(DEFAULT, 0)
-        group.calls.append(Call(f"{op} of {what}", stream, number, before, beside))
+        registered = all(any(tensor in pool for pool in group.pools) for tensor in tensors)
+        group.calls.append(Call(f"{op} of {what}", stream, number, before, beside, registered))
         return Work(machine, group.calls[-1].before) if asynchronous else None
 
 

@@ -44,6 +44,8 @@ class Recorder(TorchDispatchMode):
         if pinned:
             machine.pin(found)
         name, views, given = _described(op)
+        if not views:
+            machine.allocated(tensors_of(found))
         if views or name.startswith(SILENT):
             return found
         reads, writes = list[Tensor](), list[Tensor]()

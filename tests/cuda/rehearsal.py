@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tests.cuda.cases import Case
 from tests.cuda.kernel_calls import stand_ins
-from tests.cuda.machine import Event, Machine, Stream, synchronize
+from tests.cuda.machine import Event, Machine, Pool, Stream, synchronize
 from tests.cuda.nccl_calls import Decisions, Group, Nccl
 from tests.cuda.recorder import Recorder
 from tests.cuda.threads import standing_for
@@ -165,6 +165,8 @@ def _device(machine: Machine) -> list[Any]:
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "set_device": machine.set_device,
+        "MemPool": Pool,
+        "use_mem_pool": machine.allocating,
         "_lazy_init": lambda: None,
     }
     return [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda.cases import CASES
+from tests.cuda.cases import CASES, REGISTERS
 from tests.cuda.twins import RACES
 
 STEPS = 2
@@ -28,6 +28,14 @@ def test_ranks_make_the_same_calls(case: str, answer: Answer) -> None:
     assert found["calls"] > 0
     assert found["disagreements"] == []
     assert found["deadlock"] == []
+
+
+@pytest.mark.parametrize("case", REGISTERS)
+def test_what_ranks_send_is_registered(case: str, answer: Answer) -> None:
+    """With the communicators of all gathers and reductions."""
+    found = answer("cases", case)
+    assert found["registered"] > 0
+    assert found["unregistered"] == []
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.pipeline > 1])

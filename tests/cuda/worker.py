@@ -37,6 +37,17 @@ def found_in(case: Case) -> dict[str, Any]:
         "copied": [one.copied for one in ranks],
         "planned": [one.planned for one in ranks],
         "beside": min(_messages_beside(each) for each in groups),
+        "unregistered": sorted(
+            {
+                call.what
+                for each in groups
+                for group in each
+                if group.pools
+                for call in group.calls
+                if not call.registered
+            }
+        ),
+        "registered": sum(bool(group.pools) for each in groups for group in each),
         "calls": sum(len(group.calls) for each in groups for group in each),
         "disagreements": disagreements(groups),
         "deadlock": [] if ordered else deadlock(groups),

@@ -29,6 +29,8 @@ PIPELINE = "parallel.pipeline=2"
 CASES = {
     "stage 1": ("zero.stage=1",),
     "stage 3": ("zero.stage=3",),
+    "stage 1, registered": ("zero.stage=1", "zero.registered=true"),
+    "stage 3, registered": ("zero.stage=3", "zero.registered=true"),
     "states on the host": ("zero.stage=2", "offload.optimizer=host", "offload.share=0.5", "offload.bucket=2048"),
     "tensor": ("parallel.tensor=2",),
     "tensor and sequence": ("parallel.tensor=2", "parallel.sequence=true"),

@@ -133,6 +133,19 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
         check(make_plan(recipe(*narrow, *overrides), CPU), CPU)
 
 
+def test_buffers_that_nothing_registers_are_told() -> None:
+    given = recipe("zero={stage: 3, registered: true}")
+    for facts, said in (
+        (Facts(world=2, device="cuda"), None),
+        (Facts(world=1, device="cuda"), "no other data-parallel rank has gradients to add"),
+        (Facts(world=2, device="cpu"), "NCCL does not join CPUs"),
+    ):
+        plan = make_plan(given, facts)
+        found = [one for one in advice(given, plan) if one.startswith("zero.registered is true")]
+        assert found == ([] if said is None else [f"zero.registered is true, but {said}; leave it out"])
+        assert plan.sharding.registered == (said is None)
+
+
 @pytest.mark.parametrize(
     ("offload", "said"),
     [

@@ -21,6 +21,7 @@ from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import gloo_over, group_options
+from llmtrain.comm.registered_memory import RegisteredMemory
 from llmtrain.comm.watchdog import CONNECTING, Watchdog
 from llmtrain.errors import RunFailedError
 from llmtrain.plan.collective_buffers import CollectiveBuffers
@@ -107,6 +108,11 @@ class Ranks:
     ) -> Collectives:
         """Return the collectives of a process group. order: see Collectives. Collective over the group."""
         return collectives_of(group, self.device, self.node, buffers, order)
+
+    def registered_memory(self) -> RegisteredMemory:
+        """Return memory for buffers of collectives that NCCL has registered."""
+        assert dist.group.WORLD is not None
+        return RegisteredMemory(dist.group.WORLD, self.device)
 
     def sum_all(self, values: Sequence[float | Tensor]) -> list[float]:
         """Return the sums of `values`, numbers or scalar tensors, over all ranks, in fp64; see `sums`. The host waits

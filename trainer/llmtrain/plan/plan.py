@@ -68,12 +68,13 @@ class Quantization:
 class Sharding:
     """Where model states are held and how they are communicated. placements: placement of each unit, by name. resident:
     bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead. offload: which
-    optimizer states are offloaded."""
+    optimizer states are offloaded. registered: whether NCCL has registered the buffers of gathers and reductions."""
 
     placements: Mapping[str, Placement]
     resident: int
     quantization: Quantization
     offload: Offload = field(default_factory=Offload)
+    registered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

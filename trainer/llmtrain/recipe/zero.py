@@ -46,7 +46,9 @@ class ZeroConfig:
     bytes or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in
     which two units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most
     room for all units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of
-    it is a secondary copy if fewer bytes then cross slow links. preset: mics, zero++ or topo set the keys above, and
+    it is a secondary copy if fewer bytes then cross slow links. registered: whether the buffers of gathers and
+    reductions between GPUs lie in memory that NCCL has registered, so that NVLink SHARP and network cards use them
+    without a copy (NCCL user guide, "User Buffer Registration"). preset: mics, zero++ or topo set the keys above, and
     those of `quantize`, that are left out.
     """
 
@@ -58,6 +60,7 @@ class ZeroConfig:
     secondary: RanksOrNone | str | None = None
     hierarchical: bool | Literal["auto"] = "auto"
     resident: Literal["auto"] | MemorySize = "auto"
+    registered: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.resident, str) and self.resident != "auto":

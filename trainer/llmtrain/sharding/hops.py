@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from llmtrain.cluster.levels import Level
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.collectives import Collectives
@@ -63,15 +65,23 @@ class Hops:
 
     def close(self) -> None:
         """Leave the process groups."""
-        for hop in (*self.weights, *self.gradients, *self.flat):
+        for hop in self._all:
             hop.stream.close()
             hop.collectives.close()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the hops' buffers."""
-        hops = (*self.weights, *self.gradients, *self.flat)
-        return sum(hop.collectives.nbytes for hop in hops)
+        return sum(hop.collectives.nbytes for hop in self._all)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of all hops."""
+        return [hop.collectives.group for hop in self._all]
+
+    @property
+    def _all(self) -> tuple[Hop, ...]:
+        return (*self.weights, *self.gradients, *self.flat)
 
     def gather(self, inner: int, outer: int) -> tuple[Hop, ...]:
         """Return the hops that gather a state from degree `outer` to degree `inner`."""

@@ -118,6 +118,8 @@ class ShardedUnit:
     def move_weight(self, to: Tensor) -> None:
         """Move the weight shard to `to`, of the same shape and dtype; the masters too, if they are the weights."""
         self.weight = to.copy_(self.weight)
+        if self.degrees.weights == 1:
+            self.parameters.show(self.weight)
         if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 

@@ -1,6 +1,7 @@
 """From a plan to this rank's model, the engine of its states, and the executor that runs it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.registered_memory import RegisteredMemory
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
@@ -25,6 +27,7 @@ from llmtrain.plan.per_rank.near_volumes import for_rank
 from llmtrain.plan.per_rank.replica_groups import all_replica_groups
 from llmtrain.plan.per_rank.tied_embedding import holds_second_copy
 from llmtrain.plan.pipeline.stage_layout import units_of
+from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.pools import GroupName, Pools
@@ -34,17 +37,17 @@ from llmtrain.plan.traffic import Count
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.gradients import GradientPolicy
-from llmtrain.sharding.hops import make_hops
+from llmtrain.sharding.hops import Hops, make_hops
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain.sharding.weights import WeightPolicy
 from llmtrain.training.build_pipeline import build_executor, offloaded_activations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Assembly:
     """This rank's part of a model, the engine of its states, its executor, its tensor-parallel mesh, what it offloads,
-    and what moves activations."""
+    what moves activations, and the memory of the engine's buffers, if NCCL has registered it."""
 
     model: GPT
     engine: Engine
@@ -52,6 +55,7 @@ class Assembly:
     mesh: TensorMesh
     offloaded: OffloadStores
     activations: OffloadedActivations | None
+    registered: RegisteredMemory | None
 
     @property
     def pools(self) -> dict[str, int]:
@@ -91,7 +95,14 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     mesh = _mesh(plan, ranks, pools, count)
     parallelize(model, mesh, weight_gradients if schedule.splits_backward or hands_back else None)
     offloaded = open_offload(plan, ranks, programs)
-    units = place_units(_units(model, plan, ranks, pools), offloaded)
+    registered = ranks.registered_memory() if plan.sharding.registered else None
+    allocating = registered.allocating if registered else nullcontext
+    with allocating():
+        # Every rank makes the groups of every placement, even if none of its units has that placement.
+        hops = {placement: make_hops(ranks, placement, lanes) for placement, lanes in pools.lanes.items()}
+    units = place_units(_units(model, plan, ranks, hops), offloaded)
+    if registered:
+        _move_weights(registered, units)
     groups = _replica_groups(plan, ranks, pools.groups)
     gradients = offloaded_gradients(plan, ranks, offloaded, units, groups.shares)
     sharding = ShardingSpec(
@@ -103,7 +114,10 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
         pools.in_flight,
         None if offloaded.states is None else offloaded.states.stepper,
     )
-    engine = Engine(model, units, sharding, programs, count)
+    with allocating():
+        engine = Engine(model, units, sharding, programs, count)
+    if registered:
+        registered.register(group for one in hops.values() for group in one.groups)
     for module in model.modules():
         if isinstance(module, Attention):
             module.kernel = plan.training.attention
@@ -111,7 +125,15 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
         _compile(model)
     activations = offloaded_activations(model, plan, ranks)
     executor = build_executor(model, plan, ranks, engine, weight_gradients, activations, count)
-    return Assembly(model, engine, executor, mesh, offloaded, activations)
+    return Assembly(
+        model=model,
+        engine=engine,
+        executor=executor,
+        mesh=mesh,
+        offloaded=offloaded,
+        activations=activations,
+        registered=registered,
+    )
 
 
 def _compile(model: GPT) -> None:
@@ -139,16 +161,23 @@ def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
     return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
-def _units(model: GPT, plan: Plan, ranks: Ranks, pools: Pools) -> Iterator[ShardedUnit]:
-    """Connect the ranks that share model states, and yield each unit with this rank's states. Collective."""
+def _units(model: GPT, plan: Plan, ranks: Ranks, hops: Mapping[Placement, Hops]) -> Iterator[ShardedUnit]:
+    """Yield each unit with this rank's states. hops: between the ranks that share model states."""
     layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
-    # Every rank makes the groups of every placement, even if none of its units has that placement.
-    hops = {placement: make_hops(ranks, placement, lanes) for placement, lanes in pools.lanes.items()}
     specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
     for spec in specs:
         yield ShardedUnit(
             spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )
+
+
+def _move_weights(memory: RegisteredMemory, units: Sequence[ShardedUnit]) -> None:
+    """Move the weights into which ranks gather stepped ones."""
+    for unit in units:
+        if unit.degrees.optimizer > unit.degrees.weights and unit.weight.numel():
+            with memory.allocating():
+                weight = torch.empty_like(unit.weight)
+            unit.move_weight(weight)
 
 
 def _weight_policy(plan: Plan, programs: Programs, offloaded: OffloadStores) -> WeightPolicy:

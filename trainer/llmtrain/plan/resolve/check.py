@@ -294,6 +294,9 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
             "precision.reduce is fp32, but each rank sends gradients of one microbatch alone, which are "
             f"{plan.compute}, and no sum of them; leave it out"
         )
+    if recipe.zero.registered and not plan.sharding.registered:
+        idle = "NCCL does not join CPUs" if plan.device == "cpu" else "no other data-parallel rank has gradients to add"
+        yield f"zero.registered is true, but {idle}; leave it out"
     offload, unset = recipe.offload, Offload()
     # Sums of gradients move in buckets too.
     buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)

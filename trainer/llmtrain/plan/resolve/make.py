@@ -110,6 +110,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     precision = recipe.precision if compute != "fp32" else replace(recipe.precision, gradients="fp32", reduce="compute")
     pipeline = _pipeline(recipe, model, batch, grid, facts)
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
+    registered = recipe.zero.registered and facts.device != "cpu" and grid.degree(Axis.DATA) > 1
     volumes = facts.cluster.node.nvme if facts.cluster else ()
     offload = Offload.of(offload_of(recipe), backend, volumes, facts.device)
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
@@ -118,6 +119,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         placement = _placement(zero, grid, links, compute, precision, backend)
         placement = offloaded_placement(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         made = _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
+        made = replace(made, registered=registered)
         return with_share(made, held, offload.share) if offload.share else made
 
     zero = zero_settings(
