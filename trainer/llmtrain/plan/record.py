@@ -111,8 +111,10 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
         yield "train.attention"
     if record["offload.parameters"] == "none":
         yield "offload.gradients"
+    if not record["offload.spare"]:
+        yield "offload.spare_weights"
     if record["offload.optimizer"] == "none":
-        yield from ("offload.share", "offload.spare", "offload.spare_weights", "offload.overlap")
+        yield from ("offload.share", "offload.spare", "offload.overlap")
         if record["offload.parameters"] == record["offload.gradients"] == "none":
             yield "offload.bucket"
 
