@@ -18,6 +18,7 @@ from llmtrain.comm.flight_recorder import (
     groups_of,
     late_rank,
     nccl_has_failed,
+    queued_by_all,
     recorder_of,
 )
 
@@ -141,6 +142,30 @@ def test_the_watchdog_names_the_late_rank() -> None:
     assert "the others wait in reduce_scatter for rank 1 on" in ended.stderr
     assert "which stopped after step 3, in computing" in ended.stderr
     assert ended.stderr.endswith("; the same command resumes from the newest checkpoint, if there is one\n")
+
+
+def test_a_gpu_that_stands_still_blames_no_host() -> None:
+    """All hosts have queued the collective that does not complete: none of them is killed for it."""
+    hanging = HANGING.replace("MOVING", "0").replace(
+        'recorder([entry(1, "completed")])', 'recorder([entry(1, "completed"), entry(2, "scheduled")])'
+    )
+    ended = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "ranks wait in reduce_scatter, and all of them have queued it, so a GPU or the network" in ended.stderr
+    assert "rank 1" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "what"),
+    [
+        ([WAITING, WAITING, WAITING], "all_gather"),
+        ([WAITING, WAITING, DONE], None),
+        ([DONE, DONE, DONE], None),
+        ([WAITING], None),
+    ],
+)
+def test_what_all_have_queued(ranks: list[GroupProgress], what: str | None) -> None:
+    assert queued_by_all({rank: {"0": progress} for rank, progress in enumerate(ranks)}) == what
 
 
 def test_ranks_that_do_not_connect_blame_none_of_them() -> None:

@@ -1,49 +1,39 @@
-"""Block quantization in Triton without a GPU: in its interpreter, and compiled for a GPU."""
+"""Block quantization in Triton without a GPU: in its interpreter, and compiled for GPUs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.triton_lab import AMD, NVIDIA, compiled, run_interpreted
+
 pytest.importorskip("triton")
 
 
 def test_in_the_interpreter() -> None:
-    tests = Path(__file__).with_name("interpreted_quantize.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(Path(__file__).with_name("interpreted_quantize.py"))
 
 
+@pytest.mark.parametrize("target", [NVIDIA, AMD], ids=["sm_90", "gfx90a"])
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
+@pytest.mark.parametrize("block", [256, 2048])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_compiles_for_a_gpu(bits: int) -> None:
-    """The target is an H100 or H200: products and sums are rounded separately, and loads take 16 bytes at a time."""
+def test_compiles_for_gpus(bits: int, block: int, dtype: str, target: tuple[str, int | str, int]) -> None:
+    """Products and sums are rounded separately, and fp32 is loaded 16 bytes at a time."""
     from llmtrain_kernels.quantize import triton_backend as kernels
-    from triton import compile as triton_compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    pointers = {"x": "*fp32", "out": "*fp32", "payload": "*u8", "scales": "*fp32"}
-    compiled: dict[Any, dict[str, Any]] = {
-        kernels._quantize: kernels.tile_constants(bits, 2048) | kernels.format_constants(bits) | {"dither": True},
-        kernels._unpack: kernels.tile_constants(bits, 2048) | {"add": True},
-    }
-    for kernel, constants in compiled.items():
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-        signature |= {"reciprocal": "fp32"} if "reciprocal" in names else {}
-        aligned = [name for name in names if name in (*pointers, "x_stride", "out_stride", "numel")]
-        source = ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-        )
-        text = triton_compile(source, target=GPUTarget("cuda", 90, 32), options=dict(kernels.OPTIONS)).asm["ptx"]
-        assert "fma" not in text
-        assert "v4.b32" in text
+    pointers = {"x": dtype, "out": "*fp32", "payload": "*u8", "scales": "*fp32"}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (kernels._quantize, kernels.tile_constants(bits, block) | kernels.format_constants(bits) | {"dither": True}),
+        (kernels._unpack, kernels.tile_constants(bits, block) | {"add": True}),
+    ]
+    for kernel, constants in cases:
+        types = {name: pointers.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        types |= {"reciprocal": "fp32"} if "reciprocal" in types else {}
+        aligned = {name for name in types if name in (*pointers, "x_stride", "out_stride", "numel")}
+        found = compiled(kernel, types, constants, aligned, dict(kernels.OPTIONS), target)
+        assert found.spilled == 0
+        assert found.registers <= 96
+        if target == NVIDIA:
+            assert "fma" not in found.text
+            assert found.wide > 0

@@ -239,6 +239,24 @@ def test_cards_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert links.counts() == {"xgmi": (7e3, 10e3)}
 
 
+@pytest.mark.parametrize(("ranks", "cards"), [("1", ["GPU-a"]), ("4", [0, 1, 2, 3])])
+def test_cards_of_a_machine(ranks: str, cards: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each rank sees its own card alone, the first one counts those of all."""
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 4,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+    )
+    monkeypatch.setattr(counters, "gpu_count", lambda: 1)
+    monkeypatch.setattr(counters, "gpus", lambda: [SimpleNamespace(uuid="a")])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    links = NvidiaLinks.open()
+    assert links is not None
+    assert links._handles == cards
+
+
 def test_without_their_libraries_there_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "gpu_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pynvml", None)

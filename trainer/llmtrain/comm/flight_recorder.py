@@ -94,5 +94,15 @@ def late_rank(ranks: Mapping[int, Groups]) -> tuple[int, str] | None:
     return min(late.items(), default=None)
 
 
+def queued_by_all(ranks: Mapping[int, Groups]) -> str | None:
+    """Return the name of a collective that is not complete though all ranks of its group have queued it, if any."""
+    for rank, groups in ranks.items():
+        for name, own in groups.items():
+            others = [progress.queued for _, progress in _others(ranks, rank, name)]
+            if own.completed < own.queued and others and min(others) > own.completed:
+                return own.next
+    return None
+
+
 def _others(ranks: Mapping[int, Groups], rank: int, name: str) -> list[tuple[int, GroupProgress]]:
     return [(other, groups[name]) for other, groups in ranks.items() if other != rank and name in groups]

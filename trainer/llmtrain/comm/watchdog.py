@@ -23,7 +23,7 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.clocks import ClockOffset
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
 from llmtrain.comm.device import on_this_device
-from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank
+from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank, queued_by_all
 from llmtrain.errors import EXIT_FAILED, RESUMES
 
 # Most seconds between two beats; there are at least ROUNDS of them in a timeout.
@@ -220,11 +220,19 @@ class Watchdog:
             # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it.
             offsets = {rank: offset.seconds for rank, offset in self._offsets.items()}
             first = min(beats, key=lambda rank: (not beats[rank].state.writing, moves[rank] + offsets.get(rank, 0.0)))
-            whom, late = "the others wait", None
+            whom, groups = "the others wait", {rank: beat.state.groups for rank, beat in beats.items()}
             if not beats[first].state.writing:
-                late = late_rank({rank: beat.state.groups for rank, beat in beats.items()})
-            if late is not None:
-                first, whom = late[0], f"the others wait in {late[1]}"
+                if (late := late_rank(groups)) is not None:
+                    first, whom = late[0], f"the others wait in {late[1]}"
+                elif (what := queued_by_all(groups)) is not None:
+                    # No host is behind: which GPU is, nobody records.
+                    self._condemn(
+                        f"nothing has moved for {self._spent(self._still)}: ranks wait in {what}, and all of them have "
+                        "queued it, so a GPU or the network stands still; NCCL_DEBUG=INFO and the kernel's log of each "
+                        "machine (dmesg) may show which; where a step may take as long, raise train.timeout",
+                        [],
+                    )
+                    return
             last = beats[first].last
             where = f": {whom} for rank {first} on {beats[first].host}, which stopped {last}; where a step"
             if len(beats) == 1:

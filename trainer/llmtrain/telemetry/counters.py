@@ -89,7 +89,7 @@ class HostLink:
 
 
 class NvidiaLinks:
-    """The sum of NVLink and PCIe bytes of this process's visible GPUs, through NVML.
+    """The sum of NVLink and PCIe bytes of the GPUs of a machine's ranks, through NVML.
 
     Not all cards count PCIe bytes, so these are estimated as the current PCIe rate times the time since the last call.
     Written after NVML's documentation; not yet run on a GPU.
@@ -101,13 +101,17 @@ class NvidiaLinks:
 
     @staticmethod
     def open() -> "NvidiaLinks | None":
-        """Return the links of the GPUs that torch sees; None without a GPU, or without NVML for Python."""
+        """Return the links; None without a GPU, or without NVML for Python. The GPUs are those that torch sees, or all
+        of the machine where each of its ranks sees its own alone."""
         if not gpu_count():
             return None
         try:
             import pynvml
 
             pynvml.nvmlInit()
+            if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpu_count():
+                every = range(pynvml.nvmlDeviceGetCount())
+                return NvidiaLinks(pynvml, [pynvml.nvmlDeviceGetHandleByIndex(number) for number in every])
             return NvidiaLinks(pynvml, [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.uuid}") for gpu in gpus()])
         except Exception:
             # NVML is not installed, or there is no driver, or the card is virtual: training does not need it.

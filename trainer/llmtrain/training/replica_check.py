@@ -7,6 +7,7 @@ import xxhash
 from torch import Tensor
 
 from llmtrain.checkpoint.safetensors_file import bytes_of
+from llmtrain.comm.device import to_host
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import RESUMES, RunFailedError
 from llmtrain.sharding.engine import Engine
@@ -93,7 +94,7 @@ def _checksum_of_values(held: Iterable[Held], moving: Callable[[], object]) -> i
     found = xxhash.xxh3_64()
     for _, chunks in held:
         for chunk in chunks:
-            found.update(bytes_of(chunk.cpu()))
+            found.update(bytes_of(to_host(chunk)))
             moving()
     return found.intdigest() - 2**63
 
