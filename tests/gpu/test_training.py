@@ -22,6 +22,7 @@ from llmtrain.training import loop
 from llmtrain.training.run import Run
 
 from tests.tiny import Curve, curve, write_corpus
+from tools.bench.gpu import TINY, run_part
 
 STEPS = 8
 RECIPE = """
@@ -32,6 +33,20 @@ precision: {{compute: fp32}}
 optimizer: {{lr: 1.0e-2, warmup: 2}}
 checkpoint: {{every: 4}}
 logging: {{every: 1, dir: {folder}/runs}}
+"""
+# Trains as the command does, and is killed in the last step but one, when there is a checkpoint.
+KILLED = f"""
+import os, signal, sys
+from llmtrain.cli.main import main
+from llmtrain.training import loop
+step = loop.train_step
+def killed(run, number):
+    if number == {STEPS - 1}:
+        run.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(run, number)
+loop.train_step = killed
+main(sys.argv[1:])
 """
 BUCKETS = "offload.bucket=2048"
 HOST = ("offload.optimizer=host", BUCKETS)
@@ -138,6 +153,26 @@ def test_a_stopped_run_resumes(
     assert len(curve(folder / "runs" / "stopped")) < len(expected)
     monkeypatch.setattr(loop, "train_step", step)
     assert trained(folder, "stopped", device, key) == expected
+
+
+def test_a_killed_run_resumes(folder: Path, device: Device) -> None:
+    """It has the curve of a run that nothing killed."""
+    expected = trained(folder, "whole", device)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    words = [sys.executable, "-c", KILLED, "run", str(folder / "tiny.yaml"), "name=killed"]
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    assert len(curve(folder / "runs" / "killed")) < len(expected)
+    assert trained(folder, "killed", device) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_stage_3_as_one_rank_of_a_fake_group(tmp_path: Path) -> None:
+    """Its collectives return at once; what it trains is not looked at."""
+    (part,) = (one for one in TINY if one.name == "tiny, one rank of 8 without its links")
+    found = run_part(part, "cuda", tmp_path)
+    assert isinstance(found, dict), found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

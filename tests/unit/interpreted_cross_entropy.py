@@ -10,10 +10,10 @@ from llmtrain_kernels.cross_entropy import op, triton_backend
 from llmtrain_kernels.cross_entropy.partial import ReferenceLosses, TritonLosses
 from torch import Tensor
 
-from tests.triton_lab import counted
+from tests.triton_lab import counted, rounded
 
-# The interpreter truncates numbers to bf16, where a GPU rounds: the results are at most a bf16 ulp apart.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+# Of fp16 and bf16 half an ulp and, for another exponential, a little more.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 # Within a tile, at its border, across several tiles, and GPT-2's.
 vocabularies = pytest.mark.parametrize("vocab", [1, 2, 61, 8192, 8193, 50257])
@@ -30,16 +30,17 @@ def given(vocab: int, dtype: torch.dtype, gap: int) -> tuple[Tensor, Tensor]:
 @dtypes
 @vocabularies
 @pytest.mark.parametrize("gap", [0, 5, 64])
-def test_equals_reference(gap: int, vocab: int, dtype: torch.dtype) -> None:
+def test_equals_reference(gap: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, targets = given(vocab, dtype, gap)
     theirs, before = ours.clone(), ours.clone()
-    losses = triton_backend.losses(ours, targets, False)
-    assert torch.equal(ours, before)
-    torch.testing.assert_close(triton_backend.losses(ours, targets, True), losses, rtol=0, atol=0)
+    with rounded(monkeypatch):
+        losses = triton_backend.losses(ours, targets, False)
+        assert torch.equal(ours, before)
+        torch.testing.assert_close(triton_backend.losses(ours, targets, True), losses, rtol=0, atol=0)
     # fp32 rounds the normalizer, which for 50257 ids is about 11.
     torch.testing.assert_close(losses, op._plain_losses(theirs, targets, True), rtol=2e-6, atol=2e-6)
     # A probability near 1 loses digits in the difference to 1.
-    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype] * 4, atol=2.0**-22)
+    torch.testing.assert_close(ours, theirs, rtol=1.02 * TOLERANCE[dtype], atol=2.0**-22)
 
 
 @pytest.mark.parametrize("vocab", [61, 8193])
@@ -53,7 +54,7 @@ def test_a_gap_of_zeros_stays(vocab: int) -> None:
 
 @dtypes
 @pytest.mark.parametrize("vocab", [61, 8193])
-def test_shares_of_a_vocabulary(vocab: int, dtype: torch.dtype) -> None:
+def test_shares_of_a_vocabulary(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with uneven shares, one with logits far above the other's, against torch's operations."""
     whole, targets = given(vocab, dtype, 0)
     whole[1, vocab // 3 :] += 30
@@ -63,16 +64,17 @@ def test_shares_of_a_vocabulary(vocab: int, dtype: torch.dtype) -> None:
         parts = [torch.full((3, end - start + 16), torch.nan, dtype=dtype)[:, :-16] for start, end in cuts]
         for part, (start, end) in zip(parts, cuts, strict=True):
             part.copy_(whole[:, start:end])
-        own = [kind(part, targets - start) for part, (start, _) in zip(parts, cuts, strict=True)]
-        tops, sums, wanted = torch.stack([one.statistics for one in own]).unbind(1)
-        highest = tops.amax(0)
-        normalizer = (sums * (tops - highest).exp()).sum(0)
-        for one in own:
-            one.write_gradient(highest, normalizer)
+        with rounded(monkeypatch):
+            own = [kind(part, targets - start) for part, (start, _) in zip(parts, cuts, strict=True)]
+            tops, sums, wanted = torch.stack([one.statistics for one in own]).unbind(1)
+            highest = tops.amax(0)
+            normalizer = (sums * (tops - highest).exp()).sum(0)
+            for one in own:
+                one.write_gradient(highest, normalizer)
         results.append((torch.cat(parts, 1), highest + normalizer.log() - wanted.sum(0)))
     (ours, losses), (theirs, expected) = results
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype] * 4, atol=2.0**-22)
+    torch.testing.assert_close(ours, theirs, rtol=1.02 * TOLERANCE[dtype], atol=2.0**-22)
     whole_losses = op._plain_losses(whole, targets, True)
     torch.testing.assert_close(losses, whole_losses, rtol=2e-6, atol=2e-6)
 
