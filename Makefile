@@ -84,7 +84,8 @@ bench: $(DEVELOPMENT)
 	$(BIN)/python -m tools.bench.papers_memory --write docs/memory.md
 	$(BIN)/python -m tools.bench.pipeline --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.offload --write docs/benchmarks.md
-	$(BIN)/python -m tools.bench.offload_rate --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.offload_rate --second 0.4 --write docs/benchmarks.md
+	$(BIN)/python -m tools.bench.modelled --write docs/benchmarks.md
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m tools.bench.wire --write docs/benchmarks.md
 	$(BIN)/python -m tools.bench.resident --write docs/benchmarks.md

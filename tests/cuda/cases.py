@@ -117,6 +117,8 @@ REGISTERS = {
     "registered, stage 2": Case(2, (_stage(2), REGISTERED)),
     "registered, stage 3": Case(2, (_stage(3), REGISTERED)),
     "registered, stage 3, fp32": Case(2, (_stage(3), FP32, REGISTERED)),
+    "registered, stage 0, fp32": Case(2, (_stage(0), FP32, REGISTERED)),
+    "registered, stage 1, fp32": Case(2, (_stage(1), FP32, REGISTERED)),
     "registered, zero++": Case(4, ("zero.preset=zero++", REGISTERED), node=2),
     "registered, topo, 1f1b": Case(8, ("zero.preset=topo", REGISTERED), node=2, pipeline=2),
 }

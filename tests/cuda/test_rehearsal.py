@@ -12,6 +12,10 @@ STEPS = 2
 Answer = Callable[[str, str], dict[str, Any]]
 
 
+def test_there_are_many_layouts() -> None:
+    assert len(CASES) >= 90
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_used_in_order(case: str, answer: Answer) -> None:
     """For any speed of streams and threads: what one writes and another uses has an order."""

@@ -1,12 +1,15 @@
 """Counts what a step hands to collectives and messages, below the code that plans them.
 
-Nothing here knows the plan: it wraps the methods of `Collectives`, the memory that ranks share, and `Messages`.
+Nothing here knows the plan. `handed` wraps the methods of `Collectives`, the memory that ranks share, and `Messages`;
+`handed_to_torch` wraps torch.distributed.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from llmtrain.comm.gloo import GlooCollectives
@@ -55,6 +58,52 @@ def handed() -> Iterator[Handed]:
     finally:
         for owner, name, inner in wrapped:
             setattr(owner, name, inner)
+
+
+@contextmanager
+def handed_to_torch() -> Iterator[Handed]:
+    """Count the bytes that this rank hands to torch.distributed for other ranks, until the block ends: by the ranks of
+    the group, and of messages between stages together. A gather or a sum of torch's own is counted as a ring."""
+    found: Handed = Counter()
+    lock = threading.Lock()
+
+    def counting(name: str, sent: Callable[..., tuple[str, int]]) -> Any:
+        inner = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            key, nbytes = sent(*args, **options)
+            with lock:
+                found[key] += nbytes
+            return inner(*args, **options)
+
+        return mock.patch.object(dist, name, call)
+
+    def ranks(group: Any) -> tuple[str, int]:
+        members = dist.get_process_group_ranks(group)
+        return ",".join(map(str, members)), len(members)
+
+    def exchanged(received: Any, sent: Any, *, group: Any = None, **options: Any) -> tuple[str, int]:
+        name, count = ranks(group)
+        return name, sent.nbytes // count * (count - 1)
+
+    def gathered(parts: Any, own: Any, *, group: Any = None, **options: Any) -> tuple[str, int]:
+        name, count = ranks(group)
+        return name, own.nbytes * (count - 1)
+
+    def summed(x: Any, *, group: Any = None, **options: Any) -> tuple[str, int]:
+        name, count = ranks(group)
+        return name, 2 * x.nbytes * (count - 1) // count
+
+    def sent(values: Any, *peer: Any, group: Any = None, **options: Any) -> tuple[str, int]:
+        return "messages" if peer else ranks(group)[0], values.nbytes
+
+    with (
+        counting("all_to_all_single", exchanged),
+        counting("all_gather", gathered),
+        counting("all_reduce", summed),
+        counting("isend", sent),
+    ):
+        yield found
 
 
 def _said(op: str, own: Any, nbytes: int) -> str:

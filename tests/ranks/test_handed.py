@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from llmtrain.plan.collective_buffers import in_one_round
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -87,6 +88,18 @@ def check(case: Case, trained: Trained) -> None:
             assert dict(found) == dict(expected)
 
 
+# Each rank is a node of its own: all that ranks exchange passes through torch.distributed.
+BY_TORCH = [
+    counted(Case(4, keys, node=1, accumulation=2, tensor=tensor, pipeline=pipeline))
+    for keys, tensor, pipeline in (
+        *(((f"zero.stage={stage}",), 1, 1) for stage in range(4)),
+        (("zero.stage=3", "quantize.weights=int8", "quantize.gradients=int4"), 1, 1),
+        (("zero.stage=2", "precision.compute=bf16", "precision.reduce=fp32"), 1, 1),
+        (("parallel.sequence=true", "zero.stage=1"), 2, 1),
+        (("zero.stage=1", "model.tie_embeddings=true"), 1, 2),
+        (("pipeline.schedule=zero-bubble",), 2, 2),
+    )
+]
 FEW_CASES = [
     counted(case)
     for case in [
@@ -115,6 +128,37 @@ MANY = [case for case in dict.fromkeys(map(counted, MANY)) if case not in FEW_CA
 @pytest.mark.parametrize("case", FEW_CASES, ids=str)
 def test_calls(case: Case, trained: Trained) -> None:
     check(case, trained)
+
+
+def bytes_for_others(plan: Plan, rank: int, step: int) -> Counter[str]:
+    """Return the bytes that a rank's plan has for others in a step, by the ranks of the group, and of messages."""
+    found: Counter[str] = Counter()
+    calls = StepCalls(plan, rank, programs_of(plan)(rank))
+    every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
+    for call in (one for group in every for one in group):
+        size, others, ranks = call.traffic.size, len(call.ranks) - 1, ",".join(map(str, call.ranks))
+        if call.traffic.op == "send":
+            found["messages"] += size * call.times
+        elif call.traffic.op != "all_reduce":
+            found[ranks] += size // (others + 1) * others * call.times
+        elif in_one_round(size, others + 1):
+            found[ranks] += size * others * call.times
+        else:
+            found[ranks] += 2 * size * others // (others + 1) * call.times
+    return found
+
+
+@pytest.mark.parametrize("case", BY_TORCH, ids=str)
+def test_bytes_that_torch_is_handed(case: Case, trained: Trained) -> None:
+    """Counted around torch.distributed, by group, in every step."""
+    check(case, trained)
+    result = trained(case)
+    plan = plan_of(case, result)
+    for rank, steps in enumerate(result.notes("to_torch")):
+        assert len(steps) == 3
+        for step, found in enumerate(steps, 1):
+            assert found
+            assert found == bytes_for_others(plan, rank, step)
 
 
 @pytest.mark.soak

@@ -1,9 +1,11 @@
 """What may be stepped before the norm is known: how much the plan chooses, and what memory it takes."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.plan.facts import Facts
@@ -84,6 +86,45 @@ def test_weights_that_wait_on_the_device_take_what_is_planned(where: str, tmp_pa
     states = open_states(offload, rank_buckets(plan, 0), torch.device("cpu"), dtype, DTYPES[plan.gradients])
     assert states is not None
     expected = offload_memory(plan, 0)
-    assert states.device_nbytes == expected.slots > 0
+    assert states.device_nbytes == expected.slots + expected.ahead > 0
     assert states.nbytes == expected.host + expected.spare
     states.close()
+
+
+@pytest.mark.parametrize("key", ["offload.spare_weights=device", "offload.step=device"])
+def test_what_is_stepped_ahead_fits_the_device(key: str, tmp_path: Path) -> None:
+    """Also where the host's memory is not stated."""
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    def view(memory: int | None, *keys: str) -> PlanView:
+        stated = "" if memory is None else f", memory: {memory}B"
+        cluster = f"cluster={{accelerator: {{name: A100-80GB{stated}}}, node: {{ranks: 2}}}}"
+        fixed = ("offload.optimizer=host", "offload.share=1", "offload.bucket=1024", "train.microbatch=1", key)
+        return view_recipe(str(tmp_path / "r.yaml"), [cluster, *fixed, *keys], 2)
+
+    (without,), (with_some,) = (view(None, f"offload.spare={spare}").budget.rows for spare in (0, 0.25))
+    assert with_some.total > without.total
+    found = view(without.total)
+    assert found.problem is None
+    assert found.plan.sharding.offload.spare == 0
+    assert view(with_some.total).plan.sharding.offload.spare == 0.25
+    refused = view(without.total, "offload.spare=0.25").problem
+    assert refused is not None
+    advised = "offload.spare_weights=host" if key.startswith("offload.spare") else "offload.spare=0.0"
+    assert f"set {advised}, which" in refused
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["offload={optimizer: nvme, paths: [a, b, a]}"], "paths has a twice; give a folder of each volume"),
+        (
+            ["cluster={node: {ranks: 1, nvme: [{path: /a}, {path: /a}]}}"],
+            "nvme[1].path is /a, as that of another drive; give a folder of each",
+        ),
+    ],
+)
+def test_a_volume_is_named_once(keys: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    with pytest.raises(BadInputError, match=re.escape(said)):
+        load_recipe(str(tmp_path / "r.yaml"), keys)

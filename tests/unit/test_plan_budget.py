@@ -28,6 +28,8 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.resolve.described import described_run
 from llmtrain.plan.resolve.kernels import kernels_of
 from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.views.figure import drawn_memory
+from llmtrain.plan.views.view import view_recipe
 from llmtrain.start.job import plan_job
 from llmtrain_data.indexed import IndexedWriter
 from llmtrain_kernels.accumulate.kept import kept
@@ -147,6 +149,7 @@ def test_parts_of_a_budget() -> None:
             "gradient_buffers": program.gradients * plan.buffered_gradient_bytes,
             "in_flight": sum(pool_bytes(plan, row.role.rank, programs).values()),
             "offload_slots": 0,
+            "weights_ahead": 0,
             "activation_slots": 0,
             "activations": passing[0],
             "temporaries": passing[1],
@@ -327,3 +330,13 @@ def test_ranks_come_from_the_cluster_file(capsys: pytest.CaptureFixture[str]) ->
     described = "cluster={node: {ranks: 4}, clusters: [{name: a, nodes: 2}]}"
     for arguments, ranks in (([], 1), ([described], 8), ([described, "--ranks", "4"], 4), (["parallel.tensor=2"], 2)):
         assert planned(capsys, *arguments)[1]["ranks"] == ranks
+
+
+def test_the_figure_has_all_parts() -> None:
+    """More of them than there are colors."""
+    keys = ["zero.stage=3", "precision.compute=bf16", "offload={optimizer: host, step: device}", cluster(8 * 10**10)]
+    view = view_recipe("tiny.yaml", keys, 8)
+    (axes,) = drawn_memory(view).axes
+    widths = [bars[0].get_width() for bars in axes.containers]
+    assert len(widths) > 10
+    assert sum(widths) * 2**30 == pytest.approx(view.budget.rows[0].total)

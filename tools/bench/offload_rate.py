@@ -178,7 +178,7 @@ def memory_rows() -> list[Sequence[str]]:
         for step in ("host", "device"):
             plan = make_plan(load_recipe(str(recipe), (*keys, f"offload.step={step}")), Facts(world=1, device="cuda"))
             planned = memory_budget(plan).rows[0].device
-            names = ("weights", "gradients", "optimizer", "offload_slots")
+            names = ("weights", "gradients", "optimizer", "offload_slots", "weights_ahead")
             alone, cpu, dtype = Degrees(), torch.device("cpu"), DTYPES[plan.compute]
             assert all(one.degrees == alone for one in plan.sharding.placements.values())
             model, placement = GPT(plan.model, cpu), next(iter(plan.sharding.placements.values()))

@@ -125,6 +125,8 @@ class Node:
                 raise ValueError(f"{key}; expected {above} a divisor of the node's {self.ranks}")
             smaller = tier.ranks
         for index, drive in enumerate(self.nvme):
+            if drive.path in [other.path for other in self.nvme[:index]]:
+                raise ValueError(f"nvme[{index}].path is {drive.path}, as that of another drive; give a folder of each")
             if drive.socket is not None and drive.socket >= self.sockets:
                 raise ValueError(
                     f"nvme[{index}].socket is {drive.socket}; expected a number below host.sockets, which is "

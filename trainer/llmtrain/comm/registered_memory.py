@@ -8,14 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.errors import RunFailedError
+
 
 class RegisteredMemory:
     """Memory of NCCL's allocator, on this process's GPU."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """group: any that NCCL connects."""
+        """group: any that NCCL connects. Raises RunFailedError where NCCL has no such memory."""
         self._device = device
-        self._pool = torch.cuda.MemPool(self._backend(group).mem_allocator)
+        try:
+            allocator = self._backend(group).mem_allocator
+        except RuntimeError:
+            raise RunFailedError(
+                "zero.registered is true, but NCCL has no allocator for this GPU: it needs multicast (NVLink SHARP, of "
+                "H100 and later); leave it out"
+            ) from None
+        self._pool = torch.cuda.MemPool(allocator)
 
     def allocating(self) -> AbstractContextManager[None]:
         """Let what this thread allocates on the GPU inside the block lie in this memory."""
@@ -27,4 +36,6 @@ class RegisteredMemory:
             self._backend(group).register_mem_pool(self._pool)
 
     def _backend(self, group: dist.ProcessGroup) -> Any:
-        return group._get_backend(self._device)
+        backend = group._get_backend(self._device)
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks calls in a group around it.
+        return getattr(backend, "wrapped_pg", backend)

@@ -111,7 +111,7 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
         yield "train.attention"
     if record["offload.parameters"] == "none":
         yield "offload.gradients"
-    if not record["offload.spare"]:
+    if record["offload.optimizer"] == "none" or not record["offload.spare"]:
         yield "offload.spare_weights"
     if record["offload.optimizer"] == "none":
         yield from ("offload.share", "offload.spare", "offload.overlap")

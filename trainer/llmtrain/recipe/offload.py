@@ -61,6 +61,9 @@ class OffloadConfig:
                 "paths is given, but nothing rests in files; set optimizer, parameters, gradients or activations to "
                 "nvme, or leave paths out"
             )
+        if len(set(self.paths)) < len(self.paths):
+            twice = next(path for path in self.paths if self.paths.count(path) > 1)
+            raise ValueError(f"paths has {twice} twice; give a folder of each volume")
         if "" in self.paths:
             raise ValueError("paths has an empty path; give a folder of each NVMe volume")
         if self.optimizer == "none" and self.step == "device":

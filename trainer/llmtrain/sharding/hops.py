@@ -1,6 +1,7 @@
 """Process groups for the levels of a placement: a hop is this rank's group of one level."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class Hops:
 
     place: of this rank along those axes. weights, gradients: the hops of gathers and of reductions, over all levels.
     Gathers and reductions run at the same time, so each have their own groups. flat: one hop over all levels of the
-    weights, if gathers are not hierarchical.
+    weights, if gathers are not hierarchical. allocating: encloses the allocation of memory that they use.
     """
 
     placement: Placement
@@ -62,6 +63,7 @@ class Hops:
     weights: tuple[Hop, ...] = ()
     gradients: tuple[Hop, ...] = ()
     flat: tuple[Hop, ...] = ()
+    allocating: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -66,10 +66,11 @@ class ShardedUnit:
         self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
         start, end = ranges.optimizer
         held = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
-        self.weight = torch.zeros(held, dtype=dtype, device=device)
         summed = 0 if hops.placement.moves_gradients else ranges.gradients[1] - ranges.gradients[0]
         sums = dtype if hops.placement.gradients == "compute" else torch.float32
-        self.gradient = torch.zeros(summed, dtype=sums, device=device)
+        with hops.allocating():
+            self.weight = torch.zeros(held, dtype=dtype, device=device)
+            self.gradient = torch.zeros(summed, dtype=sums, device=device)
         masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
         if drawn > start:
@@ -118,8 +119,6 @@ class ShardedUnit:
     def move_weight(self, to: Tensor) -> None:
         """Move the weight shard to `to`, of the same shape and dtype; the masters too, if they are the weights."""
         self.weight = to.copy_(self.weight)
-        if self.degrees.weights == 1:
-            self.parameters.show(self.weight)
         if self.masters_are_weights:
             self.optimizer.use_masters(self.owned_weight)
 

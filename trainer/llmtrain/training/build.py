@@ -1,8 +1,8 @@
 """From a plan to this rank's model, the engine of its states, and the executor that runs it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,9 +100,8 @@ def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
     with allocating():
         # Every rank makes the groups of every placement, even if none of its units has that placement.
         hops = {placement: make_hops(ranks, placement, lanes) for placement, lanes in pools.lanes.items()}
+    hops = {placement: replace(one, allocating=allocating) for placement, one in hops.items()}
     units = place_units(_units(model, plan, ranks, hops), offloaded)
-    if registered:
-        _move_weights(registered, units)
     groups = _replica_groups(plan, ranks, pools.groups)
     gradients = offloaded_gradients(plan, ranks, offloaded, units, groups.shares)
     sharding = ShardingSpec(
@@ -169,15 +168,6 @@ def _units(model: GPT, plan: Plan, ranks: Ranks, hops: Mapping[Placement, Hops])
         yield ShardedUnit(
             spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )
-
-
-def _move_weights(memory: RegisteredMemory, units: Sequence[ShardedUnit]) -> None:
-    """Move the weights into which ranks gather stepped ones."""
-    for unit in units:
-        if unit.degrees.optimizer > unit.degrees.weights and unit.weight.numel():
-            with memory.allocating():
-                weight = torch.empty_like(unit.weight)
-            unit.move_weight(weight)
 
 
 def _weight_policy(plan: Plan, programs: Programs, offloaded: OffloadStores) -> WeightPolicy:

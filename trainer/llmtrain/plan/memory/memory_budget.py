@@ -122,7 +122,7 @@ def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:
     """Return the memory of each rank of a role. programs: of the role's first rank."""
     offloaded, activations = offload_memory(plan, role.rank), activation_memory(plan, role.rank)
     host = host_memory(plan, role)
-    buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots}
+    buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots, "weights_ahead": offloaded.ahead}
     whole = _device_memory(plan, role, buffers)
     held = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
     return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)

@@ -18,8 +18,8 @@ class OffloadMemory:
     """host: bytes of optimizer states in the host's memory. spare: bytes there for what is stepped ahead: states, if
     they rest there, and weights, if they wait there. weights, gradients: bytes of weights and of sums of gradients
     there. buffers: bytes of the host's buffers: those through which states in files pass and, on a GPU, those of
-    gradients and weights. slots: bytes of the device's memory through which states pass that it steps, and of weights
-    of what is stepped ahead, if they wait there. files: bytes of all of these in files."""
+    gradients and weights. slots: bytes of the device's memory through which states pass that it steps. ahead: bytes
+    there of the weights of what is stepped ahead, if they wait there. files: bytes of all of these in files."""
 
     host: int = 0
     spare: int = 0
@@ -27,6 +27,7 @@ class OffloadMemory:
     gradients: int = 0
     buffers: int = 0
     slots: int = 0
+    ahead: int = 0
     files: int = 0
 
     def __add__(self, other: "OffloadMemory") -> "OffloadMemory":
@@ -50,15 +51,15 @@ def _states(plan: Plan, rank: int) -> OffloadMemory:
     beside = plan.gradient_bytes + plan.compute_bytes
     passing = 0 if plan.device == "cpu" or offload.on_device else offload.workers * most * beside
     slots = _slots(plan, most, max(one.states for one in sizes)) if offload.on_device else 0
-    if offload.spare_weights == "device":
-        weights, slots = 0, slots + weights
+    ahead, weights = (weights, 0) if offload.spare_weights == "device" else (0, weights)
     if offload.tier == "host":
         states, more = (
             sum(4 * one.states * one.numel * count for one, count in some.items()) for some in (sizes, Counter(spare))
         )
-        return OffloadMemory(host=states, spare=more + weights, buffers=passing, slots=slots)
+        return OffloadMemory(host=states, spare=more + weights, buffers=passing, slots=slots, ahead=ahead)
     files = _nbytes(sizes) + sum(one.nbytes for one in spare)
-    return OffloadMemory(spare=weights, buffers=_ring(sizes, offload.overlap) + passing, slots=slots, files=files)
+    ring = _ring(sizes, offload.overlap)
+    return OffloadMemory(spare=weights, buffers=ring + passing, slots=slots, ahead=ahead, files=files)
 
 
 def _slots(plan: Plan, most: int, states: int) -> int:

@@ -72,14 +72,13 @@ def most_spare(plan: Plan) -> float:
 
     if not steps_ahead(with_spare(EIGHTHS)):
         return 0.0
-    if stated_host_memory(plan.cluster, plan.grid.world) is None:
-        return UNKNOWN
-    programs = programs_of(plan)
+    programs, known = programs_of(plan), stated_host_memory(plan.cluster, plan.grid.world) is not None
+    most = EIGHTHS if known else int(UNKNOWN * EIGHTHS)
 
     def exceeds(eighths: int) -> bool:
         return memory_budget(with_spare(eighths), programs).exceeds
 
-    return (bisect_left(range(1, EIGHTHS + 1), True, key=exceeds)) / EIGHTHS
+    return bisect_left(range(1, most + 1), True, key=exceeds) / EIGHTHS
 
 
 def keeps_weights_ahead(plan: Plan, ahead: Plan) -> bool:

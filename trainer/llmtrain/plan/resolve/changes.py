@@ -49,17 +49,19 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     the strongest together, and those that offload, alone and with others. What is offloaded is sharded first where
     there are replicas, each of which would else have all of it in its host's memory."""
     sharding, activations, grids = _sharding(plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
+    ahead = _not_ahead(plan)
     least, together = _fewest(activations)
     # Tensor parallelism splits all activations only with that of the sequence.
     wide = [values | {"parallel.sequence": True} for values in grids if "parallel.tensor" in values][-1:]
     for values in (
         *_whole_share(recipe),
-        *([{"offload.spare_weights": "host"}] if recipe.offload.spare_weights == "device" else []),
+        *ahead,
         *sharding,
         *activations,
         *grids,
         *(_merged([shard, fewer]) for fewer in least for shard in sharding),
         *map(_merged, combinations(least, 2)),
+        *(_merged([*ahead[:1], fewer]) for fewer in least if ahead),
         *(_merged([*sharding[-1:], fewer]) for fewer in together),
         *wide,
         *(_merged([*sharding[-1:], *least, values]) for values in wide),
@@ -116,6 +118,15 @@ def _whole_share(recipe: Recipe) -> list[Values]:
     """Return the change that lets as many optimizer states leave as must, if a smaller share may be given."""
     given = recipe.offload
     return [{"offload.share": "auto"}] if given.optimizer != "none" and given.share not in ("auto", 1) else []
+
+
+def _not_ahead(plan: Plan) -> list[Values]:
+    """Return the changes that leave less on the device for what is stepped ahead."""
+    offload = plan.sharding.offload
+    if not offload.spare:
+        return []
+    waiting: list[Values] = [{"offload.spare_weights": "host"}] if offload.spare_weights == "device" else []
+    return [*waiting, *([{"offload.spare": 0.0}] if offload.on_device else [])]
 
 
 def _sharding(plan: Plan) -> list[Values]:

@@ -315,18 +315,23 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"offload.spare is {offload.spare}, but no gradients are complete before the last pass ends, so that "
             "nothing is stepped ahead; leave it out"
         )
-    elif offload.optimizer != "none" and offload.spare_weights == "device" and (why := _no_spare_weights(plan)):
+    elif offload.optimizer != "none" and offload.spare_weights == "device" and (why := _no_spare_weights(recipe, plan)):
         yield f"offload.spare_weights is device, but {why}; leave it out"
 
 
-def _no_spare_weights(plan: Plan) -> str | None:
+def _no_spare_weights(recipe: Recipe, plan: Plan) -> str | None:
     """Return why no weights of steps ahead can wait on the device, or None."""
     offload = plan.sharding.offload
     if plan.device == "cpu":
         return "a CPU computes, whose memory is the host's"
     if offload.parameters != "device":
         return f"offload.parameters is {offload.parameters}, so that weights rest there"
-    return None if offload.spare else "offload.spare is 0, so that nothing is stepped ahead"
+    if offload.spare:
+        return None
+    chosen = (
+        "there is no room for anything" if recipe.offload.spare == "auto" else "offload.spare is 0, so that nothing"
+    )
+    return f"{chosen} {'to be' if recipe.offload.spare == 'auto' else 'is'} stepped ahead"
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:

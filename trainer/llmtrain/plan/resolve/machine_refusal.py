@@ -42,7 +42,10 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     first = host_changes(recipe, plan) if plan.device == "cuda" else ()
     for change in (*first, *changes(recipe, plan), *_shorter(recipe, plan), *file_changes(recipe, plan)):
         changed = planned(change.recipe, facts)
-        if changed is not None and (after := machine_bytes(changed, facts, there)) <= there:
+        if changed is None or (after := machine_bytes(changed, facts, there)) > there:
+            continue
+        # What no longer rests there may not fit the GPU.
+        if plan.device != "cuda" or not memory_budget(changed).excess:
             return f"{said}; {change.advice}, which needs {units.size(after)} (--force takes it as it is)"
     shards = "zero.stage, parallel, " if facts.world > 1 else ""
     return (

@@ -21,7 +21,7 @@ def resident_problem(plan: Plan) -> str | None:
     kept = "all units of a stage, which pipeline.schedule message-driven keeps gathered"
     what = kept if plan.pipeline.schedule.message_driven else "the units that a rank uses at once"
     return (
-        f"zero.resident is {units.size(given)}; {what}, take {units.size(needed)}: set zero.resident={needed} or more, "
+        f"zero.resident is {units.size(given)}; {what} take {units.size(needed)}: set zero.resident={needed} or more, "
         "or leave it out"
     )
 

@@ -44,6 +44,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "host_gradients": "offloaded sums of gradients",
         "spare_states": "what is stepped before the norm is known",
         "offload_slots": "buckets of offloaded states",
+        "weights_ahead": "weights of what is stepped before the norm is known",
         "offload_buffers": "buffers of offloaded states",
         "host_activations": "offloaded activations",
         "activation_buffers": "buffers of offloaded activations",
