@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.resolve.machine_refusal import machine_bytes, machine_refusal
 from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain_data import units
@@ -106,6 +108,30 @@ def test_a_gpus_host_keeps_a_reserve(stated: list[str], tmp_path: Path, monkeypa
     usable = units.size(machine * 7 // 8)
     assert f"but this machine has {units.size(machine)}, of which ranks may take {usable}; set " in said
     assert refused(monkeypatch, given, facts, whole(there)) is None
+
+
+def test_what_stays_on_a_gpu_must_fit_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller share would fit the host, and not the GPU, whose memory is full."""
+    keys = ["model.hidden=1024", "model.layers=4", "train.microbatch=1", "checkpoint.async=false", "zero.resident=0"]
+    keys += ["offload.optimizer=host", "offload.share=1", "offload.spare=0", "offload.bucket=1024"]
+
+    def facts(given: Recipe) -> Facts:
+        return named_facts(given, Facts(world=1, device="cuda", ranks_per_node=1))
+
+    def on(memory: int) -> Recipe:
+        return recipe(tmp_path, *keys, f"cluster={{accelerator: {{name: X, memory: {memory}B}}, node: {{ranks: 1}}}}")
+
+    full = memory_budget(make_plan(on(10**12), facts(on(10**12)))).fullest.total
+    for memory, advised in ((10**12, "; set offload.share=0.9, which needs "), (full, "; set ")):
+        there = needed(on(memory), facts(on(memory)))
+        said = refused(monkeypatch, on(memory), facts(on(memory)), whole(there) - 1) or ""
+        assert advised in said
+    change = re.search(r"; set (.*), which needs", said)
+    assert change is not None
+    advice = [word for word in change[1].split() if "=" in word]
+    stated = f"cluster={{accelerator: {{name: X, memory: {full}B}}, node: {{ranks: 1}}}}"
+    followed = recipe(tmp_path, *keys, stated, *advice)
+    assert not memory_budget(make_plan(followed, facts(followed))).excess
 
 
 def test_files_are_advised_where_folders_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
