@@ -169,6 +169,11 @@ MOVED = {
     ),
 }
 
+# There is room for all units.
+WEIGHTS_IN_FILES = ("offload.parameters=nvme", "offload.gradients=none", "offload.paths=[.]", "zero.resident=1GB")
+SEVERAL = {count: Case(2, (*WEIGHTS_IN_FILES, "zero.stage=1"), accumulation=count) for count in (1, 4)}
+MOVED |= {f"resident weights, {count} microbatches": case for count, case in SEVERAL.items()}
+
 
 @pytest.mark.parametrize("name", MOVED)
 def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
@@ -192,3 +197,10 @@ def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
     end = read_metrics(result.folder / "metrics.jsonl")[-1]
     assert end["planned"]["moved_bytes"]["read_bytes"] > 0
     assert end["planned"]["moved_bytes"] == end["measured"]["moved_bytes"]
+
+
+def test_weights_are_read_once_for_all_microbatches(trained: Trained) -> None:
+    """Where they stay until the step."""
+    ends = [read_metrics(trained(case).folder / "metrics.jsonl")[-1] for case in SEVERAL.values()]
+    one, four = (end["measured"]["moved_bytes"]["read_bytes"] for end in ends)
+    assert one == four > 0
