@@ -340,3 +340,19 @@ def test_the_figure_has_all_parts() -> None:
     widths = [bars[0].get_width() for bars in axes.containers]
     assert len(widths) > 10
     assert sum(widths) * 2**30 == pytest.approx(view.budget.rows[0].total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ((), "activations (1 microbatch)"),
+        (("activation_checkpointing=full",), "activations (1 microbatch, recomputed)"),
+        (("parallel.pipeline=2",), "activations (2 microbatches)"),
+        (("parallel.pipeline=2", "pipeline.schedule=message-driven", "pipeline.limit=3"), "(3 microbatches)"),
+        (("pipeline.schedule=breadth-first", "activation_checkpointing=full"), "microbatches of a chunk, recomputed)"),
+    ],
+)
+def test_activations_say_of_what(keys: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the first rank, which holds most."""
+    assert main(["plan", "tiny.yaml", "train.microbatch=1", "train.global_batch=32", *keys, "--ranks", "8"]) == 0
+    assert said in capsys.readouterr().out

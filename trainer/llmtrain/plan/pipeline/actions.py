@@ -90,13 +90,18 @@ def computations(actions: Iterable[Action]) -> list[tuple[int, Kind]]:
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Return the most activations that each rank holds at the same time, counted in microbatches of one stage.
+    """Return the most activations that each rank holds at the same time, counted in microbatches of one stage."""
+    return [rank_live(schedule, rank) for rank in range(len(schedule.actions))]
 
-    A rank holds them from the forward pass to the backward pass; if that is split, to the backward pass of the weights.
+
+def rank_live(schedule: Schedule, rank: int) -> int:
+    """Return the most activations that a rank holds at the same time, counted in microbatches of one stage.
+
+    It holds them from the forward pass to the backward pass; if that is split, to the backward pass of the weights.
     """
     last = Kind.W if schedule.splits_backward else Kind.B
     changes = {(chunk, kind): (kind is Kind.F) - (kind is last) for chunk in range(schedule.chunks) for kind in Kind}
-    return [max(accumulate(changes[one] for one in computations(order))) for order in schedule.actions]
+    return max(accumulate(changes[one] for one in computations(schedule.actions[rank])))
 
 
 def hands_back_first(ahead: int, live: int, most_live: int) -> bool:

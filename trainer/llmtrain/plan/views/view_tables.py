@@ -13,6 +13,8 @@ from llmtrain.plan.cost.step_traffic import PURPOSES, RoleTraffic
 from llmtrain.plan.cost.volume_traffic import Moved
 from llmtrain.plan.memory.memory_budget import Budget, RoleMemory
 from llmtrain.plan.per_rank.near_volumes import VolumeShare, volume_shares
+from llmtrain.plan.per_rank.roles import Role
+from llmtrain.plan.pipeline.actions import rank_live
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.views.times_shown import (
     LANE_COLUMNS,
@@ -106,12 +108,25 @@ def _breakdown(plan: Plan, budget: Budget) -> Iterator[tuple[str, str, str]]:
     whole = limit or fullest.total
     for name, count in fullest.device.items():
         if count:
-            yield device_label(plan, name), units.size(count), f"{count / whole:.1%}"
+            label = _activations(plan, fullest.role) if name == "activations" else device_label(plan, name)
+            yield label, units.size(count), f"{count / whole:.1%}"
     yield "total", units.size(fullest.total), f"{fullest.total / whole:.1%}"
     if limit is not None:
         left = limit - fullest.total
         yield "accelerator.memory", units.size(limit), "100.0%"
         yield ("left" if left >= 0 else "missing"), units.size(abs(left)), f"{abs(left) / whole:.1%}"
+
+
+def _activations(plan: Plan, role: Role) -> str:
+    """Return words for the activations of a role: of how many microbatches, and whether blocks are recomputed."""
+    schedule, layouts = plan.pipeline.schedule, plan.stages_of(role.rank)
+    if not schedule.message_driven:
+        live = rank_live(schedule, role.pipeline)
+    else:
+        live = 1 if layouts[0].closes else min(plan.pipeline.limit, schedule.microbatches)
+    chunk = " of a chunk" if len(layouts) > 1 else ""
+    recomputed = ", recomputed" if any(layout.recompute for layout in layouts) else ""
+    return f"activations ({live:,} microbatch{'' if live == 1 else 'es'}{chunk}{recomputed})"
 
 
 def _offloaded(budget: Budget) -> Iterator[tuple[str, str, str]]:
