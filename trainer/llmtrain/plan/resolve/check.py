@@ -328,10 +328,9 @@ def _no_spare_weights(recipe: Recipe, plan: Plan) -> str | None:
         return f"offload.parameters is {offload.parameters}, so that weights rest there"
     if offload.spare:
         return None
-    chosen = (
-        "there is no room for anything" if recipe.offload.spare == "auto" else "offload.spare is 0, so that nothing"
-    )
-    return f"{chosen} {'to be' if recipe.offload.spare == 'auto' else 'is'} stepped ahead"
+    if recipe.offload.spare == "auto":
+        return "there is no room for anything to be stepped ahead"
+    return "offload.spare is 0, so that nothing is stepped ahead"
 
 
 def _check_same_model(model: GPTConfig, hf: GPTConfig) -> None:
