@@ -24,7 +24,7 @@ BAD = [
     ("a path that is empty", "offload.paths=['']", "offload.paths has an empty path; give a folder of each NVMe volume"),
     ("tmpfs", "offload.paths=[/dev/shm]", "offload.paths has /dev/shm, which is on a tmpfs, in memory; set offload.paths to folders of NVMe volumes"),
     ("two folders of one volume", "offload.paths=[{here}/a,{here}/b]", "b, which are on one volume; leave one of them out"),
-    ("one folder twice", "offload.paths=[{here}/a,{here}/a]", "a, which are on one volume; leave one of them out"),
+    ("one folder twice", "offload.paths=[{here}/a,{here}/a]", "a twice; give a folder of each volume"),
     ("a link to the same folder", "offload.paths=[{here}/a,{here}/link]", "link, which are on one volume; leave one of them out"),
     ("a folder of the proc file system", "offload.paths=[/proc]", "offload.paths has /proc, "),
     ("no states leave", "offload.paths=[{here}/a] offload.optimizer=none", "offload.paths is given, but nothing rests in files"),

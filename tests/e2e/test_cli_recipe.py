@@ -53,7 +53,7 @@ BROKEN_RECIPES = [
     ("another program's dtype", GOOD, ["precision.compute=float16"], "; did you mean fp16?\n"),
     ("word for a section", GOOD, ["precision=bf16"], "; did you mean precision.compute=bf16?\n"),
     ("number for a section", GOOD, ["zero=3"], "; did you mean zero.stage=3?\n"),
-    ("number that fits no key of a section", GOOD, ["zero=7"], "zero is 7; expected a section with the keys preset, stage, partition, secondary, hierarchical, resident\n"),
+    ("number that fits no key of a section", GOOD, ["zero=7"], "zero is 7; expected a section with the keys preset, stage, partition, secondary, hierarchical, resident, registered\n"),
     ("switch for a word", GOOD, ["activation_checkpointing=true"], "; did you mean full?\n"),
     ("extends in an argument", GOOD, ["extends=foo.yaml"], "extends is read only in a recipe's file; write it there"),
     ("section as text", GOOD + "train: fast", [], "train is fast; expected a section with the keys steps"),

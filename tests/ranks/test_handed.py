@@ -1,11 +1,12 @@
 """What steps and evaluations hand to collectives and messages, against their plan: every call, by operation, group and
-bytes."""
+bytes; and below them the bytes for other ranks, by group."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from llmtrain.plan.collective_buffers import in_one_round
+from llmtrain.cluster.tiers import node_ranks
+from llmtrain.plan.collective_buffers import backend_of, in_one_round
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import programs_of
@@ -16,7 +17,7 @@ from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged
 
 from tests.ranks.evaluation_calls import evaluation_calls
-from tests.ranks.handed import Handed, text
+from tests.ranks.handed import MESSAGES, Handed, text
 from tests.ranks.harness import Case, Result, Trained
 from tests.ranks.strategies import COVERING as SHARDED
 from tests.ranks.strategies import NARROW_SUMS, WIDE_SUMS
@@ -44,48 +45,71 @@ def plan_of(case: Case, result: Result) -> Plan:
     return make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
 
 
-def name_of(op: str, ranks: tuple[int, ...], size: int) -> str:
-    """Return the text by which a planned call is counted."""
-    return f"send {size}" if op == "send" else text("reduce" if op in REDUCTIONS else op, ranks, size)
+# Operation, ranks of the group, bytes of the whole tensor, and how often.
+Planned = list[tuple[str, tuple[int, ...], int, int]]
 
 
-def planned(case: Case, result: Result, rank: int, step: int) -> Handed:
+def planned(plan: Plan, rank: int, step: int) -> Planned:
     """Return the calls that a rank's plan has for a step."""
-    plan = plan_of(case, result)
-    found: Counter[str] = Counter()
     calls = StepCalls(plan, rank, programs_of(plan)(rank))
     every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
-    for call in (one for group in every for one in group):
-        found[name_of(call.traffic.op, call.ranks, call.traffic.size)] += call.times
+    return [(call.traffic.op, call.ranks, call.traffic.size, call.times) for group in every for call in group]
+
+
+def planned_evaluation(plan: Plan, rank: int, parts: list[list[int]]) -> Planned:
+    """Return the calls that a rank's plan has for an evaluation."""
+    return [(*call, 1) for call in evaluation_calls(plan, rank, programs_of(plan)(rank), parts)]
+
+
+def by_text(calls: Planned) -> Handed:
+    """Return planned calls as they are counted."""
+    found: Handed = Counter()
+    for op, ranks, size, times in calls:
+        name = f"send {size}" if op == "send" else text("reduce" if op in REDUCTIONS else op, ranks, size)
+        found[name] += times
     return found
 
 
-def planned_evaluation(case: Case, result: Result, rank: int, parts: list[list[int]]) -> Handed:
-    """Return the calls that a rank's plan has for an evaluation."""
-    plan = plan_of(case, result)
-    calls = evaluation_calls(plan, rank, programs_of(plan)(rank), parts)
-    return Counter(name_of(op, ranks, size) for op, ranks, size in calls)
+def bytes_for_others(plan: Plan, calls: Planned) -> Handed:
+    """Return the bytes that planned calls hand over for other ranks, by the ranks of the group, and of messages."""
+    found: Handed = Counter()
+    for op, ranks, size, times in calls:
+        count = len(ranks)
+        if op == "send":
+            found[MESSAGES] += size * times
+            continue
+        share = size // count * (count - 1)
+        if op == "all_reduce":
+            shared = backend_of(plan.device, ranks, node_ranks(plan.tiers)) == "shared"
+            share = size * (count - 1) if shared or in_one_round(size, count) else 2 * size * (count - 1) // count
+        found[",".join(map(str, ranks))] += share * times
+    return found
+
+
+def check_calls(plan: Plan, calls: Planned, counted: Handed, nbytes: Handed) -> None:
+    """Compare what a rank handed over with its planned calls."""
+    assert bool(calls) == (plan.grid.world > 1)
+    assert counted == by_text(calls)
+    assert nbytes == bytes_for_others(plan, calls)
 
 
 def check(case: Case, trained: Trained) -> None:
-    """Compare every rank's calls with its plan, in every step and in the evaluations before and after them."""
+    """Compare every rank's calls and bytes with its plan, in every step and in the evaluations before and after
+    them."""
     result = trained(case)
     # The run's own counters leave out the sums of TP-replicated gradients and of scalars.
     end = read_metrics(result.folder / "metrics.jsonl")[-1]
     assert end["planned"]["comm_bytes"] == end["measured"]["comm_bytes"]
     assert end["planned"]["memory_bytes"] > 0 < end["measured"]["memory_bytes"]
-    for rank, steps in enumerate(result.notes("handed")):
+    plan = plan_of(case, result)
+    for rank, (steps, nbytes) in enumerate(zip(result.notes("handed"), result.notes("handed_bytes"), strict=True)):
         assert len(steps) == 3
         for step, found in enumerate(steps, 1):
-            expected = planned(case, result, rank, step)
-            assert bool(expected) == (case.world > 1)
-            assert dict(found) == dict(expected)
+            check_calls(plan, planned(plan, rank, step), found, nbytes[step - 1])
     for rank, evaluations in enumerate(result.notes("evaluated")):
         assert len(evaluations) == 2
-        for parts, found in evaluations:
-            expected = planned_evaluation(case, result, rank, parts)
-            assert bool(expected) == (case.world > 1)
-            assert dict(found) == dict(expected)
+        for parts, found, handed in evaluations:
+            check_calls(plan, planned_evaluation(plan, rank, parts), found, handed)
 
 
 # Each rank is a node of its own: all that ranks exchange passes through torch.distributed.
@@ -100,7 +124,7 @@ BY_TORCH = [
         (("pipeline.schedule=zero-bubble",), 2, 2),
     )
 ]
-FEW_CASES = [
+FEW_CASES = BY_TORCH + [
     counted(case)
     for case in [
         *[case for case, _ in SHARDED if case.world in (4, 6) and case.accumulation == 4][::3],
@@ -128,37 +152,6 @@ MANY = [case for case in dict.fromkeys(map(counted, MANY)) if case not in FEW_CA
 @pytest.mark.parametrize("case", FEW_CASES, ids=str)
 def test_calls(case: Case, trained: Trained) -> None:
     check(case, trained)
-
-
-def bytes_for_others(plan: Plan, rank: int, step: int) -> Counter[str]:
-    """Return the bytes that a rank's plan has for others in a step, by the ranks of the group, and of messages."""
-    found: Counter[str] = Counter()
-    calls = StepCalls(plan, rank, programs_of(plan)(rank))
-    every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
-    for call in (one for group in every for one in group):
-        size, others, ranks = call.traffic.size, len(call.ranks) - 1, ",".join(map(str, call.ranks))
-        if call.traffic.op == "send":
-            found["messages"] += size * call.times
-        elif call.traffic.op != "all_reduce":
-            found[ranks] += size // (others + 1) * others * call.times
-        elif in_one_round(size, others + 1):
-            found[ranks] += size * others * call.times
-        else:
-            found[ranks] += 2 * size * others // (others + 1) * call.times
-    return found
-
-
-@pytest.mark.parametrize("case", BY_TORCH, ids=str)
-def test_bytes_that_torch_is_handed(case: Case, trained: Trained) -> None:
-    """Counted around torch.distributed, by group, in every step."""
-    check(case, trained)
-    result = trained(case)
-    plan = plan_of(case, result)
-    for rank, steps in enumerate(result.notes("to_torch")):
-        assert len(steps) == 3
-        for step, found in enumerate(steps, 1):
-            assert found
-            assert found == bytes_for_others(plan, rank, step)
 
 
 @pytest.mark.soak

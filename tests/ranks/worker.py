@@ -37,10 +37,10 @@ from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
 
 from tests.ranks.allocations import LEAST_BYTES, Allocations
-from tests.ranks.handed import Handed, handed, handed_to_torch
+from tests.ranks.handed import Handed, bytes_handed, handed
 from tests.ranks.high_water import HighWater
 
-Evaluated = tuple[list[list[int]], Handed]
+Evaluated = tuple[list[list[int]], Handed, Handed]
 """An evaluation: the sequences of each microbatch of each part, and its calls."""
 
 # Seconds for the other ranks to end after one has failed.
@@ -62,13 +62,13 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)
-    calls, to_torch = list[Handed](), list[Handed]()
+    calls, nbytes = list[Handed](), list[Handed]()
     evaluated: list[Evaluated] = []
     if case["handed"]:
-        loop.train_step = handing(calls, to_torch, loop.train_step)
+        loop.train_step = handing(calls, nbytes, loop.train_step)
         loop.evaluate = handing_evaluation(evaluated)
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
-    noted = notes | {"handed": calls, "to_torch": to_torch, "evaluated": evaluated, "high_water": high_water.noted()}
+    noted = notes | {"handed": calls, "handed_bytes": nbytes, "evaluated": evaluated, "high_water": high_water.noted()}
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
@@ -107,15 +107,15 @@ def noting_groups(sizes: list[int], make: Callable[..., Any] = subgroups.group_o
     return noted
 
 
-def handing(calls: list[Handed], to_torch: list[Handed], step: Callable[..., bool]) -> Callable[..., bool]:
+def handing(calls: list[Handed], nbytes: list[Handed], step: Callable[..., bool]) -> Callable[..., bool]:
     """Return a train step that records what it hands to collectives and messages, its updates of weights included."""
 
     def handed_over(run: Run, number: int) -> bool:
-        with handed() as found, handed_to_torch() as sent:
+        with handed() as found, bytes_handed() as sent:
             stopping = step(run, number)
             run.engine.weights.updates.finish()
         calls.append(found)
-        to_torch.append(sent)
+        nbytes.append(sent)
         return stopping
 
     return handed_over
@@ -135,10 +135,10 @@ def handing_evaluation(found: list[Evaluated], evaluate: Callable[[Run], bool] =
         run.executor.evaluate = noted  # type: ignore[method-assign]
         # What the step before has left is not of the evaluation.
         run.engine.weights.updates.finish()
-        with handed() as calls:
+        with handed() as calls, bytes_handed() as nbytes:
             finished = evaluate(run)
         run.executor.evaluate = passes  # type: ignore[method-assign]
-        found.append((parts, calls))
+        found.append((parts, calls, nbytes))
         return finished
 
     return handed_over
