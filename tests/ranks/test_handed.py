@@ -17,7 +17,8 @@ from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.telemetry.step_record import is_logged
 
 from tests.ranks.evaluation_calls import evaluation_calls
-from tests.ranks.handed import MESSAGES, Handed, text
+from tests.ranks.handed import Handed, text
+from tests.ranks.handed_bytes import MESSAGES
 from tests.ranks.harness import Case, Result, Trained
 from tests.ranks.strategies import COVERING as SHARDED
 from tests.ranks.strategies import NARROW_SUMS, WIDE_SUMS

@@ -37,7 +37,8 @@ from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
 
 from tests.ranks.allocations import LEAST_BYTES, Allocations
-from tests.ranks.handed import Handed, bytes_handed, handed
+from tests.ranks.handed import Handed, handed
+from tests.ranks.handed_bytes import bytes_handed
 from tests.ranks.high_water import HighWater
 
 Evaluated = tuple[list[list[int]], Handed, Handed]
