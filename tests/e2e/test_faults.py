@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.tiny import last_step, small_disk, write_corpus
 
@@ -39,23 +40,42 @@ SAID = {
     "kill": r"rank \d was killed by SIGKILL on .* after step \d+, in .*, so the run stopped; " + AGAIN,
     "stop": r"rank \d on .* has not answered for .* after step \d+, in .*, so the run stopped; " + AGAIN,
 }
+IN_FILES = ("offload.paths=[.]", "offload.bucket=1024")
+ON_HOST = ("offload.optimizer=host", "offload.bucket=1024", "offload.spare=1")
+PART_AHEAD = ("offload.share=0.3", "offload.spare=1")
+OFFLOADED = {
+    "two-nvme": ("2", "zero.stage=2", "offload.optimizer=nvme", *IN_FILES),
+    "two-all-nvme": ("2", "offload.optimizer=nvme", "offload.parameters=nvme", *IN_FILES),
+    "two-nvme-ahead": (
+        "2",
+        "zero.stage=3",
+        "offload.optimizer=nvme",
+        "offload.share=0.3",
+        "offload.spare=1",
+        *IN_FILES,
+    ),
+    "two-host": ("2", "zero.stage=1", *ON_HOST),
+    "two-host-device": ("2", "zero.stage=3", "offload.step=device", "offload.share=0.3", *ON_HOST),
+    "two-activations": ("2", "activation_checkpointing=full", "offload.activations=nvme", IN_FILES[0]),
+    "four-grid-nvme": (
+        "4",
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "pipeline.schedule=zero-bubble",
+        "offload.optimizer=nvme",
+        *IN_FILES,
+    ),
+}
 LAYOUTS = {
     "one": ("1",),
     "two": ("2",),
     "two-zero3": ("2", "zero.stage=3"),
-    "two-nvme": ("2", "zero.stage=2", "offload.optimizer=nvme", "offload.paths=[.]", "offload.bucket=1024"),
-    "two-all-nvme": (
-        "2",
-        "offload.optimizer=nvme",
-        "offload.parameters=nvme",
-        "offload.paths=[.]",
-        "offload.bucket=1024",
-    ),
     "two-tensor": ("2", "parallel.tensor=2", "parallel.sequence=true"),
     "four": ("4",),
     "four-zero3": ("4", "zero.stage=3", "checkpoint.async=false"),
     "four-grid": ("4", "parallel.tensor=2", "parallel.pipeline=2"),
     "four-stages": ("4", "parallel.pipeline=2", "zero.stage=1", "pipeline.schedule=zero-bubble"),
+    **OFFLOADED,
 }
 OF_ONE = ("launcher", "full disk", "truncate", "flip", "two jobs")
 OF_MORE = ("kill", "stop", *OF_ONE)
@@ -213,12 +233,20 @@ def test_faults(corpus: Path, disk: Path) -> None:
     suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0)
 
 
-@pytest.mark.parametrize("layout", ["two-nvme", "two-all-nvme"])
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
-def test_kills_with_states_in_files(kills: int, layout: str, corpus: Path, disk: Path) -> None:
-    """Files of a killed run are of no use to the next: it resumes from the checkpoint alone, and none is left."""
+def kills() -> Iterator[ParameterSet]:
+    """Yield layouts and numbers of kills."""
+    for layout in OFFLOADED:
+        if layout in ("two-nvme", "two-all-nvme"):
+            yield pytest.param(layout, 1)
+        yield pytest.param(layout, 20, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize(("layout", "count"), list(kills()))
+def test_kills_with_states_elsewhere(layout: str, count: int, corpus: Path, disk: Path) -> None:
+    """What a killed run left elsewhere is of no use to the next: it resumes from the checkpoint alone, and no file is
+    left."""
     before = sorted(Path().iterdir())
-    suffer_all(layout, ["kill"] * kills, corpus, disk, seed=1)
+    suffer_all(layout, ["kill"] * count, corpus, disk, seed=1)
     assert sorted(Path().iterdir()) == before
 
 
@@ -276,7 +304,7 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_faults(layout: str, part: int, corpus: Path, disk: Path) -> None:
-    """Nine layouts, three faults in each, four times: 108 faults; the tests on a network add more."""
+    """Three faults in each layout, four times; the tests on a network add more."""
     seed = 4 * list(LAYOUTS).index(layout) + part
     kinds = OF_ONE if LAYOUTS[layout][0] == "1" else OF_MORE
     suffer_all(layout, random.Random(seed).choices(kinds, k=3), corpus, disk, seed)

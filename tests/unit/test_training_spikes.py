@@ -26,6 +26,23 @@ on_spike: {{threshold: 3.0, window: 5}}
 """
 REWIND = "on_spike.action=rewind"
 
+FILES = ("offload.optimizer=nvme", "offload.paths=[{folder}]", "offload.bucket=1024")
+OFFLOADS = {
+    "host": ("offload.optimizer=host", "offload.bucket=1024"),
+    "host, ahead": ("offload.optimizer=host", "offload.bucket=1024", "offload.spare=1"),
+    "host 0.3, on the device, ahead": (
+        "offload.optimizer=host",
+        "offload.bucket=1024",
+        "offload.share=0.3",
+        "offload.step=device",
+        "offload.spare=1",
+    ),
+    "nvme": FILES,
+    "nvme, a quarter ahead": (*FILES, "offload.spare=0.25"),
+    "all nvme": (*FILES, "offload.parameters=nvme"),
+    "activations": ("activation_checkpointing=full", "offload.activations=nvme", "offload.paths=[{folder}]"),
+}
+
 Train = Callable[..., list[dict[str, Any]]]
 
 
@@ -106,6 +123,20 @@ def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.Monk
     assert [row["passed_batches"] for row in found if "event" not in row] == [0] * 12 + [3] * 8
     evaluations = [row["step"] for row in found if row.get("event") == "eval"]
     assert evaluations == [0, 10, 20]
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+@pytest.mark.parametrize("keys", OFFLOADS.values(), ids=OFFLOADS)
+def test_a_spike_does_to_states_elsewhere_what_it_does_on_the_device(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], action: str
+) -> None:
+    shared = ("model.layers=4", "optimizer.clip=0.3", f"on_spike.action={action}")
+    spoil(monkeypatch, range(13, 15))
+    beside = train("name=beside", *shared)
+    found = train("name=elsewhere", *shared, *(key.format(folder=tmp_path) for key in keys))
+    assert steps(found) == steps(beside)
+    assert [row for row in found if row.get("skipped_steps" if action == "skip" else "passed_batches")]
+    assert last_validation(found) == last_validation(beside)
 
 
 @pytest.mark.parametrize(
