@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmtrain.plan.memory.device_overhead import GPU
+
 from tools.bench.planned import GIB, planned
 from tools.bench.table import table
 
@@ -40,17 +42,28 @@ class Method:
     ranks: int = 4
 
 
+# Ends of the names of methods.
+PEERS_WITH_ONE = ("DDP", "DDP, without recomputation", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 PLAIN, TWO = "activation_checkpointing=none", "train.global_batch=128"
+
+
+def pipelined(stages: int) -> tuple[str, ...]:
+    """Return the keys of a pipeline that shares 16 sequences among as many microbatches as it has stages."""
+    return f"parallel.pipeline={stages}", "train.global_batch=16", f"train.microbatch={16 // stages}", PLAIN
+
+
 METHODS = (
     Method("DDP", ("zero.stage=0",), 1.4, 1, 1),
     Method("DDP, without recomputation", ("zero.stage=0", PLAIN), 1.4, 1, 1),
     Method("Megatron-LM, tensor 4", ("parallel.tensor=4",), 5.5, 4, 4),
     Method("Megatron-LM, tensor 4, without recomputation", ("parallel.tensor=4", PLAIN), 5.5, 4, 4),
+    Method("Megatron-LM, pipeline 4, without recomputation", pipelined(4), 5.5, 4, 4),
     Method("ZeRO-1", ("zero.stage=1",), 4.4, 1, 4),
     Method("ZeRO-2", ("zero.stage=2",), 5.2, 4, 4),
     Method("ZeRO-3", ("zero.stage=3",), 6.6, 4, 4),
     Method("2 nodes: Megatron-LM, tensor 8", ("parallel.tensor=8", TWO), 11.4, 8, 8, 8),
     Method("2 nodes: Megatron-LM, tensor 8, without recomputation", ("parallel.tensor=8", TWO, PLAIN), 11.4, 8, 8, 8),
+    Method("2 nodes: Megatron-LM, pipeline 8, without recomputation", pipelined(8), 11.4, 8, 8, 8),
     Method("2 nodes: ZeRO-1", ("zero.stage=1", TWO), 1.45 * 4.4, 1, 8, 8),
     Method("2 nodes: ZeRO-3", ("zero.stage=3", TWO), 1.18 * 11.4, 8, 8, 8),
 )
@@ -130,6 +143,7 @@ def node_rows() -> list[list[str]]:
     for method in METHODS:
         plan = of_layers(method, layers_of(method.billions), method.ranks)
         comparable, ratio = comparable_bytes(method, plan)
+        further = further_communicators(method, plan)
         most = largest(method)["parameters"] / 1e9
         psi = plan["parameters"]
         rows.append(
@@ -139,6 +153,7 @@ def node_rows() -> list[list[str]]:
                 f"{_fullest(plan) / GIB:.1f}",
                 f"-{2 * psi / method.gradients / GIB:.1f}",
                 f"+{4 * psi / method.optimizer / GIB:.1f}",
+                f"-{further / GIB:.1f}" if further else "",
                 f"{comparable / GIB:.1f}",
                 f"{ratio:.2f}",
                 f"{most:.1f}",
@@ -149,11 +164,21 @@ def node_rows() -> list[list[str]]:
 
 
 def comparable_bytes(method: Method, plan: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bytes of a plan's fullest GPU with fp16 gradients and fp32 ones for the step, as the peers hold them,
-    and their ratio to the mean of what the paper found."""
+    """Return the bytes of a plan's fullest GPU with fp16 gradients, fp32 ones for the step, and the communicators that
+    the peers have, and their ratio to the mean of what the paper found."""
     psi = plan["parameters"]
     comparable = _fullest(plan) - 2 * psi / method.gradients + 4 * psi / method.optimizer
+    comparable -= further_communicators(method, plan)
     return comparable, 2 * comparable / (LEAST_USED + MOST_USED)
+
+
+def further_communicators(method: Method, plan: Mapping[str, Any]) -> int:
+    """Return the bytes of communicators that a plan has more than a peer. DDP and ZeRO have one, of all ranks; those of
+    Megatron-LM are not counted."""
+    if method.name.endswith(PEERS_WITH_ONE):
+        role = max(plan["memory"]["roles"], key=lambda role: role["total"])
+        return int(role["device"]["communicators"]) - GPU.group
+    return 0
 
 
 def _fullest(plan: Mapping[str, Any]) -> float:
@@ -198,6 +223,7 @@ def deepspeed_text() -> str:
                     "plan",
                     "fp16 sums",
                     "fp32 for the step",
+                    "communicators",
                     "as it holds them",
                     "of 38.9",
                     "our largest, B",
@@ -213,20 +239,29 @@ def deepspeed_text() -> str:
             ),
             OUTSIDE_LINES,
             f"The largest model with optimizer states on NVMe is 33.3B in the paper. By our plan {most:.1f}B fit, and "
-            f"{outside:.1f}B with the weights on NVMe as well; then activations and their recomputation fill the GPUs.",
+            f"{outside:.1f}B with the weights on NVMe as well; then activations and their recomputation fill the GPUs. "
+            f"What ends at 33.3B in the paper is not said. {HOST_LINE}",
         )
     )
 
+
+# 317 GB of host memory with 11.4B parameters on NVMe, of which 25 are there without offload.
+HOST_LINE = (
+    f"Its host memory is near its end there: 317 GB at 11.4B, 25 of them for the processes, are "
+    f"{25 + (317 - 25) * 33.3 / 11.4:.0f} of the node's 1024 GB at 33.3B; ours takes 4 bytes of each parameter."
+)
 
 DEEPSPEED_LINES = """\
 - *fp16 sums*: we sum gradients in fp32, 4 bytes; its methods hold them in fp16, 2 bytes.
 - *fp32 for the step*: its methods convert gradients to fp32 for the step (AxoNN counts the same): 4 bytes more of each
   parameter that a GPU steps. Our kernel reads the sums.
+- *communicators*: DDP and ZeRO reduce in one communicator of all ranks. Ours have one for each level of states and one
+  for sums over all ranks, each of 0.7 GiB. What Megatron-LM has is not known, so none is taken off.
 - The paper does not say where it recomputes activations. ZeRO's models cannot fit without; of the others, both are
-  here. It says that Megatron-LM runs four microbatches, with tensor 4 and pipeline 4, which would need 16 GPUs.
-- On 2 nodes its text gives no sizes of ZeRO, but ratios: 1.45 of one node's ZeRO-1, and 1.18 of Megatron-LM's. Of all
-  buffers ours alone are known, so the difference of ZeRO-1 is not explained: 2 bytes of weights, 2 of gradients and
-  12 + 4 of an eighth of 6.4B parameters leave 3 GiB on its GPUs for everything else, and ours takes 8.
+  here. It says that Megatron-LM runs with tensor 4 and pipeline 4, which would need 16 GPUs, and four microbatches, as
+  many as model-parallel ranks. Its sizes are within 10% as pipelines whose microbatches share 16 sequences, on one
+  node and on two; as tensor parallelism of 16 sequences at a time, only that of one node is.
+- On 2 nodes its text gives no sizes of ZeRO, but ratios: 1.45 of one node's ZeRO-1, and 1.18 of Megatron-LM's.
 - The vocabulary is GPT-2's; the paper does not say."""
 
 OUTSIDE_LINES = """\
