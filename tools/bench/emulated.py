@@ -1,5 +1,6 @@
 """An emulated accelerator: a computation that takes its time, a host link that takes bytes over its bandwidth each way,
-and a kernel that steps. The stepper, its threads and its order are those of a run.
+a kernel that steps, and a volume that reads and writes states. The stepper, its threads and its order are those of a
+run.
 
 Everything happens at times that are computed: whoever waits sleeps until then, and whatever follows begins then, and
 not when the sleeper wakes. So a busy machine disturbs only the order in which threads take up their work.
@@ -7,8 +8,9 @@ not when the sleeper wakes. So a busy machine disturbs only the order in which t
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import cast
 
@@ -19,7 +21,7 @@ from llmtrain.offload.staging import BucketStep, InPlace, StepAhead
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
 from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates
-from llmtrain.plan.offload import Bucket
+from llmtrain.plan.offload import Bucket, bucket_slots
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves
 from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -53,31 +55,73 @@ class EmulatedLane:
 
     def take(self, ready: float, seconds: float) -> float:
         """Do something that may begin at `ready`; return when it is done, at that time."""
-        with self._lock:
-            self._free = done = max(ready, self._free) + seconds
+        done = self.start(ready, seconds)
         At(done).synchronize()
         return done
+
+    def start(self, ready: float, seconds: float) -> float:
+        """Start something that may begin at `ready`; return when it will be done."""
+        with self._lock:
+            self._free = max(ready, self._free) + seconds
+            return self._free
 
 
 @dataclass(frozen=True)
 class Device:
-    """The lanes of an emulated device. rates: speeds of the lanes. moves: what each bucket moves."""
+    """The lanes of an emulated device. rates: speeds of the lanes. moves: what each bucket moves. read, written: of the
+    volume. known: when each bucket was given to the stepper. there: when its states are in memory. stepped: when it was
+    stepped last."""
 
     moves: Sequence[Moves]
     rates: Rates
     down: EmulatedLane
     up: EmulatedLane
     kernel: EmulatedLane
+    read: EmulatedLane
+    written: EmulatedLane
+    known: dict[int, float] = field(default_factory=dict)
+    there: dict[int, float] = field(default_factory=dict)
+    stepped: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def new(cls, moves: Sequence[Moves], rates: Rates) -> "Device":
         """Return a device that does nothing yet."""
-        return cls(moves, rates, EmulatedLane(), EmulatedLane(), EmulatedLane())
+        down, up, kernel, read, written = (EmulatedLane() for _ in range(5))
+        return cls(moves, rates, down, up, kernel, read, written)
 
     def link(self, lane: str, ready: float, nbytes: float) -> float:
         """Move bytes up or down."""
         rate = self.rates.up if lane == "up" else self.rates.down
         return (self.up if lane == "up" else self.down).take(ready, nbytes / rate)
+
+
+class EmulatedFiles(HostStates):
+    """States that are read from an emulated volume and written to it, through slots as those of FileStates. Really they
+    are in memory. slots: when the slots' last writes end, the oldest first."""
+
+    def __init__(self, buckets: Sequence[Bucket], device: Device, slots: int) -> None:
+        super().__init__(buckets, pinned=False)
+        self._device, self._clock = device, 0.0
+        self._slots = deque([0.0] * slots)
+        self._written = dict[int, float]()
+
+    def fetch(self, bucket: int) -> None:
+        """See StateStore. A read waits for the write of its slot, and of its bucket."""
+        device, [nbytes] = self._device, self._device.moves[bucket].files
+        ready = max(self._clock, self._slots.popleft(), device.known[bucket], self._written.get(bucket, 0.0))
+        device.there[bucket] = device.read.start(ready, nbytes / device.rates.files[0])
+
+    def take(self, bucket: int, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See StateStore."""
+        At(self._device.there[bucket]).synchronize()
+        return super().take(bucket, ahead)
+
+    def put(self, bucket: int, ahead: bool) -> None:
+        """See StateStore."""
+        device, [nbytes] = self._device, self._device.moves[bucket].files
+        self._clock = device.stepped[bucket]
+        self._written[bucket] = device.written.start(self._clock, nbytes / device.rates.files[0])
+        self._slots.append(self._written[bucket])
 
 
 class EmulatedStaging:
@@ -114,9 +158,9 @@ class EmulatedStaging:
     def _stepped(self, work: BucketStep, back_bytes: float, step: Callable[[], object]) -> "At":
         device, one = self._device, self._device.moves[work.bucket]
         there, back = ("up", "down") if one.on_device else ("down", "up")
-        came = device.link(there, max(self._clock, at(work)), one.there)
+        came = device.link(there, max(self._clock, at(work), device.there.get(work.bucket, 0.0)), one.there)
         step()
-        stepped = device.kernel.take(came, one.elements / device.rates.step)
+        stepped = device.stepped[work.bucket] = device.kernel.take(came, one.elements / device.rates.step)
         self._clock = device.link(back, stepped, back_bytes)
         return At(self._clock)
 
@@ -141,7 +185,10 @@ class EmulatedRun:
         buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
         device = Device.new(moves, rates)
         stagings = [EmulatedStaging(device) for _ in range(order.threads)]
-        self.stepper = Stepper(HostStates(buckets, pinned=False), stagings, 0)
+        slots = bucket_slots(len(buckets), order.fetched)
+        states = EmulatedFiles(buckets, device, slots) if rates.files else HostStates(buckets, pinned=False)
+        self.stepper = Stepper(states, stagings, order.fetched)
+        self._known = device.known
         self.happened = list[MoveEvent]()
         self.stepper.observe = lambda do, bucket: self.happened.append(MoveEvent(do.value, bucket))
         self._works = [self._work(place) for place in range(len(moves))]
@@ -212,6 +259,7 @@ class EmulatedRun:
         At(self._now).synchronize()
 
     def _at(self, places: Sequence[int], when: float) -> list[BucketStep]:
+        self._known.update(dict.fromkeys(places, when))
         return [replace(self._works[place], computed=At(when)) for place in places]
 
     def _work(self, place: int) -> BucketStep:

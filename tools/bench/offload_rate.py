@@ -9,8 +9,9 @@ weights take half of the gradients' time, up. Beside the measured seconds of a s
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from llmtrain.offload.optimizer_states import open_states
 from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates, exact_least, least_seconds, simulate_steps
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.offload import OVERLAP
 from llmtrain.plan.per_rank.rank_buckets import rank_buckets
 from llmtrain.plan.program.offload_moves import Moves, order_problems
 from llmtrain.plan.resolve.make import make_plan
@@ -39,6 +41,9 @@ ACCUMULATIONS = ((1, False), (4, False), (4, True), (16, False), (16, True))
 # A block of llama3.2-1b has 15 buckets.
 UNITS, PER_UNIT, ELEMENTS, THREADS = 32, 8, 500, 4
 TOTAL = UNITS * PER_UNIT * ELEMENTS
+# Seconds of a volume beside one of computation, and bytes of an element's states.
+DISKS, STATES = (0.5, 1, 2, 4), 12
+FROM_FILES = Order(1, fetched=OVERLAP)
 # AxoNN's chunks of the reduction: seconds of the whole reduction, and of beginning each of its calls.
 REDUCTION, CALL = 0.4, 0.004
 
@@ -47,7 +52,8 @@ REDUCTION, CALL = 0.4, 0.004
 class Case:
     """One row. spare: one bucket in so many may be stepped ahead, 0 for none. weights_on_device: whether their weights
     wait there (`offload.spare_weights`). by_unit: whether all microbatches pass a unit before the next one
-    (`pipeline.schedule: breadth-first`)."""
+    (`pipeline.schedule: breadth-first`). disk: seconds in which a volume reads all states, and in which it writes them;
+    0: they are in the host's memory."""
 
     ratio: tuple[float, float, float]
     microbatches: int
@@ -56,6 +62,7 @@ class Case:
     on_device: bool = False
     by_unit: bool = False
     weights_on_device: bool = False
+    disk: float = 0.0
 
     def moves(self) -> list[Moves]:
         """Return what each bucket moves."""
@@ -72,6 +79,7 @@ class Case:
                 back=back,
                 back_ahead=ahead,
                 commit=commit,
+                files=(STATES * ELEMENTS,) if self.disk else (),
             )
             for place, unit in enumerate(units)
         ]
@@ -82,7 +90,8 @@ class Case:
         forward, backward = [compute / 3 / UNITS] * UNITS, [2 * compute / 3 / UNITS] * UNITS
         rate = 4 * TOTAL / link
         computation = Computation(forward, backward, self.microbatches, (1,) * UNITS if self.by_unit else ())
-        return self.moves(), computation, Rates(down=rate, up=rate, step=TOTAL / step)
+        files = (STATES * TOTAL / (self.disk * second),) if self.disk else ()
+        return self.moves(), computation, Rates(down=rate, up=rate, step=TOTAL / step, files=files)
 
 
 @dataclass(frozen=True)
@@ -108,14 +117,30 @@ def main() -> None:
             cases = [Case(ratio=ratio, microbatches=microbatches, spare=spare, by_unit=by_unit) for spare in (0, 4, 1)]
             cases.append(replace(cases[-1], weights_on_device=True))
             found = [measure(case, arguments.second, arguments.steps) for case in cases]
-            rows.append(row(ratio, f"{microbatches}{', breadth-first' if by_unit else ''}", found))
+            rows.append(row(ratio, named(microbatches, by_unit), found))
             print(rows[-1], flush=True)
         others.append(other_orders(ratio, arguments.second, arguments.steps))
         print(others[-1], flush=True)
-    text = report(rows, others, memory_rows(), arguments.second, arguments.steps, load)
+    files = list(file_rows(arguments.second, arguments.steps))
+    text = report(rows, others, files, memory_rows(), arguments.second, arguments.steps, load)
     print(text)
     if arguments.write:
         write_section(arguments.write, "offload rate", text)
+
+
+def file_rows(second: float, steps: int) -> Iterator[Sequence[str]]:
+    """Yield rows of states in files."""
+    for disk, (microbatches, by_unit) in product(DISKS, ACCUMULATIONS[:3]):
+        ratio = (1, 0.25, 0.25)
+        case = Case(ratio=ratio, microbatches=microbatches, by_unit=by_unit, order=FROM_FILES, disk=disk)
+        cases = [case, replace(case, spare=4), replace(case, spare=1), replace(case, spare=1, weights_on_device=True)]
+        found = [measure(one, second, steps) for one in cases]
+        yield row((*ratio, disk), named(microbatches, by_unit), found)
+
+
+def named(microbatches: int, by_unit: bool) -> str:
+    """Return a number of microbatches, and their order, as text."""
+    return f"{microbatches}{', breadth-first' if by_unit else ''}"
 
 
 def measure(case: Case, second: float, steps: int) -> Found:
@@ -198,12 +223,12 @@ def memory_rows() -> list[Sequence[str]]:
 
 
 def report(
-    rows: Sequence[Sequence[str]], others: Sequence[Sequence[str]], memory: Sequence[Sequence[str]],
-    second: float, steps: int, load: float,
+    rows: Sequence[Sequence[str]], others: Sequence[Sequence[str]], files: Sequence[Sequence[str]],
+    memory: Sequence[Sequence[str]], second: float, steps: int, load: float,
 ) -> str:  # fmt: skip
     """Return the section."""
     header = (
-        "compute : link : step", "microbatches", "spare 0", "spare 1/4", "spare 1", "its weights on the device",
+        "microbatches", "spare 0", "spare 1/4", "spare 1", "its weights on the device",
         "measured / simulated", "noise", "simulated / busiest lane", "simulated / least exact",
     )  # fmt: skip
     chunks = ("AxoNN, k = 1", "k = 2", "k = 4", "no chunks")
@@ -219,7 +244,12 @@ smallest, over simulated) and the last two columns are with that. The least exac
 where gradients are complete only in the last of several microbatches. With `pipeline.schedule: breadth-first`, all
 microbatches pass a unit before the next one, so that most gradients are complete early.
 
-{table(header, rows)}
+{table(("compute : link : step", *header), rows)}
+
+The same with states in files (`offload.optimizer: nvme`), one thread, {OVERLAP} buckets read ahead. `disk` is the
+seconds in which the volume reads all states; in as many it writes them at the same time.
+
+{table(("compute : link : step : disk", *header), files)}
 
 One microbatch in other orders, as multiples of the busiest lane: no overlap at all; all gradients down after the
 passes (ZeRO-Offload's order), four threads. AxoNN's columns are seconds as multiples of the computation, with the
