@@ -66,7 +66,7 @@ class EmulatedLane:
             return self._free
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """The lanes of an emulated device. rates: speeds of the lanes. moves: what each bucket moves. read, written: of the
     volume. known: when each bucket was given to the stepper. there: when its states are in memory. stepped: when it was
@@ -74,20 +74,14 @@ class Device:
 
     moves: Sequence[Moves]
     rates: Rates
-    down: EmulatedLane
-    up: EmulatedLane
-    kernel: EmulatedLane
-    read: EmulatedLane
-    written: EmulatedLane
+    down: EmulatedLane = field(default_factory=EmulatedLane)
+    up: EmulatedLane = field(default_factory=EmulatedLane)
+    kernel: EmulatedLane = field(default_factory=EmulatedLane)
+    read: EmulatedLane = field(default_factory=EmulatedLane)
+    written: EmulatedLane = field(default_factory=EmulatedLane)
     known: dict[int, float] = field(default_factory=dict)
     there: dict[int, float] = field(default_factory=dict)
     stepped: dict[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def new(cls, moves: Sequence[Moves], rates: Rates) -> "Device":
-        """Return a device that does nothing yet."""
-        down, up, kernel, read, written = (EmulatedLane() for _ in range(5))
-        return cls(moves, rates, down, up, kernel, read, written)
 
     def link(self, lane: str, ready: float, nbytes: float) -> float:
         """Move bytes up or down."""
@@ -183,7 +177,7 @@ class EmulatedRun:
         spec = UnitSpec("unit", (TensorSpec(name="weight", parameter="weight", shape=(self._size,), decay=True),))
         self._rule = StepRule(spec, self._size, "cpu", SeparateMasters())
         buckets = [Bucket(f"unit {one.unit}", 0, self._size, 3, one.spare) for one in moves]
-        device = Device.new(moves, rates)
+        device = Device(moves=moves, rates=rates)
         stagings = [EmulatedStaging(device) for _ in range(order.threads)]
         slots = bucket_slots(len(buckets), order.fetched)
         states = EmulatedFiles(buckets, device, slots) if rates.files else HostStates(buckets, pinned=False)
