@@ -1,10 +1,11 @@
-"""A GPU and its host: streams, events, threads and copies, as vector clocks see them.
+"""A GPU and its host: streams, events, threads, copies and freed memory, as vector clocks see them.
 
 Only one thread runs at a time, until it waits; so a run is the same each time, and what other threads do comes late.
 """
 
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,13 +27,15 @@ class Machine:
     """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
     memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what a new thread
     enters. strays: where threads used the device that had not set it; of several GPUs, they would have used the
-    first."""
+    first. early: memory that was freed before another stream than its own was surely done with it. The allocator hands
+    it out again at once, in the order of the stream on which it was allocated."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
+    early: Counter[str] = field(default_factory=Counter)
     streams: int = 0
     threads: int = 0
 
@@ -40,6 +43,9 @@ class Machine:
         self.turn = threading.Condition(threading.Lock())
         self._pinned: set[int] = set()
         self._kept: dict[int, torch.UntypedStorage] = {}
+        self._homes: dict[int, str] = {}
+        self._guests: dict[int, dict[str, tuple[int, str]]] = {}
+        self._stays: set[tuple[int, str]] = set()
         self._threads: dict[int, str] = {}
         self._waiting: list[tuple[str, Callable[[], bool]]] = []
         self._current: dict[str, str] = {}
@@ -85,7 +91,14 @@ class Machine:
         if on_device:
             self.use_device()
             self.clocks.learn(agent, self.clocks.known(self.thread))
-        return self.clocks.act(agent, what, self._extents(reads), self._extents(writes))
+        self.find_freed()
+        extents = self._extents(reads), self._extents(writes)
+        number = self.clocks.act(agent, what, *extents)
+        if on_device:
+            for extent in (*extents[0], *extents[1]):
+                if self._homes.get(extent.memory, agent) != agent:
+                    self._guests.setdefault(extent.memory, {})[agent] = number, what
+        return number
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Note that a tensor's memory is pinned, and return the tensor."""
@@ -104,8 +117,23 @@ class Machine:
 
     def allocated(self, tensors: Iterable[Tensor]) -> None:
         """Note new memory of the device."""
+        new = {memory for tensor in tensors if tensor.is_cuda and (memory := _memory(tensor)) not in self._kept}
+        self._homes.update(dict.fromkeys(new, self.stream))
         if self._pool is not None:
-            self._pool.memory.update(_memory(tensor) for tensor in tensors if tensor.is_cuda)
+            self._pool.memory.update(new)
+
+    def stays(self, tensor: Tensor, stream: str) -> None:
+        """Stand for `Tensor.record_stream`: memory that is freed is kept until the stream has done what it has."""
+        self._stays.add((_memory(tensor), stream))
+
+    def find_freed(self) -> None:
+        """Find memory that nothing refers to any more and that another stream than its own may still use."""
+        for memory in [one for one in self._guests if _references(self._kept[one]) == 1]:
+            home = self._homes[memory]
+            known, done = self.clocks.known(home), self.clocks.known(self.thread)
+            for agent, (number, what) in self._guests.pop(memory).items():
+                if (memory, agent) not in self._stays and max(known.get(agent, 0), done.get(agent, 0)) < number:
+                    self.early[f"{what} on {agent} used memory of {home}"] += 1
 
     def register(self, address: int, nbytes: int, flags: int) -> int:
         """Stand for `cudaHostRegister`, of all of a storage."""
@@ -123,6 +151,7 @@ class Machine:
 
     def wait(self, what: str, knowledge: Knowledge) -> None:
         """Let the thread that runs wait for the device."""
+        self.find_freed()
         self.clocks.learn(self.thread, knowledge)
         if self.thread == MAIN:
             self.waits.append(f"{what} in {self.where()}")
@@ -202,6 +231,11 @@ class Pool:
         return _memory(tensor) in self.memory
 
 
+def _references(storage: torch.UntypedStorage) -> int:
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
@@ -226,6 +260,7 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         """See torch."""
+        self._machine.find_freed()
         self._machine.clocks.learn(self.name, event.before)
 
     def record_event(self, event: "Event | None" = None) -> "Event":

@@ -51,14 +51,17 @@ class Group:
 
 
 class Work:
-    """Stands for `dist.Work` of a call on the communicator's stream."""
+    """Stands for `dist.Work` of a call on the communicator's stream. It refers to the call's tensors until somebody
+    waits for it."""
 
-    def __init__(self, machine: Machine, done: Knowledge) -> None:
-        self._machine, self._done = machine, done
+    def __init__(self, machine: Machine, done: Knowledge, tensors: Sequence[Tensor]) -> None:
+        self._machine, self._done, self._tensors = machine, done, tensors
 
     def wait(self) -> bool:
         """See torch: the current stream waits."""
+        self._machine.find_freed()
         self._machine.clocks.learn(self._machine.stream, self._done)
+        self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
@@ -159,7 +162,7 @@ class Nccl:
         beside = machine.clocks.known(DEFAULT).get(DEFAULT, 0) - before.get(DEFAULT, 0)
         registered = all(any(tensor in pool for pool in group.pools) for tensor in tensors)
         group.calls.append(Call(f"{op} of {what}", stream, number, before, beside, registered))
-        return Work(machine, group.calls[-1].before) if asynchronous else None
+        return Work(machine, group.calls[-1].before, tensors) if asynchronous else None
 
 
 class Decisions:

@@ -50,12 +50,14 @@ CUDA = torch.device("cuda", 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a rank did. waits: in the last step, where its main thread waited for the device. pageable: copies between
-    the device and pageable memory. strays: threads that used the device and had not set it. applied: steps that changed
-    the weights. groups: its communicators, with their calls. copied: bytes that a step copied to the host and to the
-    device for what rests elsewhere. planned: the same by the plan."""
+    """What a rank did. early: memory that was freed while another stream may use it. waits: in the last step, where its
+    main thread waited for the device. pageable: copies between the device and pageable memory. strays: threads that
+    used the device and had not set it. applied: steps that changed the weights. groups: its communicators, with their
+    calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere. planned: the same by
+    the plan."""
 
     races: list[str]
+    early: list[str]
     waits: list[str]
     pageable: list[str]
     strays: list[str]
@@ -91,8 +93,8 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
             down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(_copied(run), before, strict=True))
             planned = _planned(run.plan, rank)
     return Rehearsed(
-        races=list(machine.clocks.races), waits=waits, pageable=machine.pageable, strays=machine.strays,
-        applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
+        races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=machine.pageable,
+        strays=machine.strays, applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
     )  # fmt: skip
 
 
@@ -174,8 +176,7 @@ def _device(machine: Machine) -> list[Any]:
         mock.patch.object(torch.Tensor, "pin_memory", pinned),
         # As if it were large.
         mock.patch("llmtrain.comm.pinned_memory.LARGE", 1),
-        # Memory is not used again.
-        mock.patch.object(torch.Tensor, "record_stream", return_value=None),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: machine.stays(tensor, stream.name)),
         mock.patch.object(torch.Tensor, "tolist", listed),
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cuda.cases import CASES, REGISTERS
-from tests.cuda.twins import RACES
+from tests.cuda.twins import FREED, RACES
 
 STEPS = 2
 Answer = Callable[[str, str], dict[str, Any]]
@@ -21,6 +21,7 @@ def test_memory_is_used_in_order(case: str, answer: Answer) -> None:
     """For any speed of streams and threads: what one writes and another uses has an order."""
     found = answer("cases", case)
     assert found["races"] == []
+    assert found["early"] == []
     assert found["strays"] == []
     assert found["applied"] == STEPS
 
@@ -69,6 +70,14 @@ def test_the_host_link_carries_what_is_planned(case: str, answer: Answer) -> Non
 def test_a_missing_wait_is_found(twin: str, answer: Answer) -> None:
     """The same step without one kind of synchronisation."""
     assert answer("twins", twin)["races"] != []
+
+
+@pytest.mark.parametrize("twin", FREED)
+def test_memory_that_is_freed_early_is_found(twin: str, answer: Answer) -> None:
+    """Though its uses are in order."""
+    found = answer("twins", twin)
+    assert found["early"] != []
+    assert found["races"] == []
 
 
 @pytest.mark.parametrize("twin", ["pageable"])

@@ -17,7 +17,7 @@ from llmtrain.offload.stepper import StepTicket
 from llmtrain.offload.weight_stores import FileWeights
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.tensor.collectives import Pending
-from llmtrain.sharding import in_flight
+from llmtrain.sharding import in_flight, weight_updates
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
@@ -96,7 +96,12 @@ def _taken_at_once(self: Pinned, weight: torch.Tensor, to: torch.Tensor) -> None
         to.copy_(weight, non_blocking=True)
 
 
-PUBLISH = StreamCopies.publish
+def _saved_and_forgotten(self: GpuCopies, values: torch.Tensor, region: int) -> None:
+    SAVE(self, values, region)
+    self._going = region, torch.empty(0)
+
+
+PUBLISH, SAVE = StreamCopies.publish, GpuCopies.save
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
     "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
@@ -166,6 +171,15 @@ def _backwards(self: Engine, numbers: Any) -> None:
     STEP(self, numbers)
 
 
+# What frees memory as soon as nothing refers to it any more.
+FREED = {
+    "weights made of masters": Twin(
+        CASES["optimizer on the host, int8"], mock.patch.object(weight_updates, "stays_for_stream", _nothing)
+    ),
+    "activations that nothing keeps": Twin(
+        CASES["activations on the host"], mock.patch.object(GpuCopies, "save", _saved_and_forgotten)
+    ),
+}
 STEP = Engine.step
 OTHERS = {
     "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
@@ -173,4 +187,4 @@ OTHERS = {
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
 }
-TWINS = RACES | OTHERS
+TWINS = RACES | FREED | OTHERS

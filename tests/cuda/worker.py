@@ -30,6 +30,7 @@ def found_in(case: Case) -> dict[str, Any]:
     ordered = "message-driven" in str(case.keys)
     return {
         "races": sorted({race for one in ranks for race in one.races}),
+        "early": sorted({use for one in ranks for use in one.early}),
         "waits": max((one.waits for one in ranks), key=len),
         "pageable": sorted({copy for one in ranks for copy in one.pageable}),
         "strays": sorted({stray for one in ranks for stray in one.strays}),
@@ -69,6 +70,7 @@ def found_in_twin(name: str) -> dict[str, Any]:
     groups = [one.groups for one in (first, *others)]
     return {
         "races": list(first.races),
+        "early": list(first.early),
         "waits": first.waits,
         "pageable": first.pageable,
         "strays": first.strays,
