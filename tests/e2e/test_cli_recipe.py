@@ -44,7 +44,7 @@ BROKEN_RECIPES = [
     ("number for a time", GOOD, ["cluster={node: {ranks: 1}, between: {latency: 5}}"], "cluster.between.latency is 5; expected a time such as 3us or 1ms\n"),
     ("fraction for a size", GOOD, ["zero.resident=1.5"], "zero.resident is 1.5; expected auto or a whole number from 0 to 1,125,899,906,842,624 or a size such as 80GB or 512GiB\n"),
     ("two shares", GOOD, ["data.split=[95,5]"], "data.split is [95, 5]; expected a list of 3 numbers from 0 to 1,000,000,000, shares of training, validation and test such as [95, 5, 0]\n"),
-    ("quoted switch", GOOD + "train: {compile: 'true'}", [], 'train.compile is the text "true", in quotes; expected true or false\n'),
+    ("quoted switch", GOOD + "train: {compile: 'true'}", [], 'train.compile is the text "true", in quotes; expected true or false or auto\n'),
     ("cluster without its size", GOOD, ["cluster.accelerator.memory=40GB"], "cluster.node.ranks is missing; set it in the recipe or on the command line as cluster.node.ranks=...\n"),
     ("default above the steps", GOOD, ["train.steps=10"], "optimizer.warmup is 100, its default; expected at most train.steps (10), set optimizer.warmup to that or less\n"),
     ("another program's key", GOOD + "train: {batch_size: 4}", [], "train.batch_size is not a recipe key; did you mean train.global_batch or train.microbatch?\n"),

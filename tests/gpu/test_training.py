@@ -18,7 +18,7 @@ from llmtrain.inference.trained import open_model
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
-from llmtrain.training import loop
+from llmtrain.training import compilation, loop
 from llmtrain.training.run import Run
 
 from tests.tiny import Curve, curve, write_corpus
@@ -117,6 +117,14 @@ def test_compiled_blocks_have_the_same_curve(folder: Path) -> None:
     plain = trained(folder, "plain", "cuda")
     found = trained(folder, "compiled", "cuda", "train.compile=true")
     assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_blocks_that_wait_for_the_host_are_timed_compiled(folder: Path) -> None:
+    recipe = load_recipe(str(folder / "tiny.yaml"), ["train.compile=auto"])
+    plan = check_and_plan(recipe, Facts(world=1, device="cuda"))
+    _, said = compilation.measure(*compilation._passes(plan, torch.device("cuda", 0)))
+    assert "; compiled, " in said
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.start import run as start
 from llmtrain.training import attention
-from llmtrain.training.attention import choose, quickest, recorded, take_planned
+from llmtrain.training.attention import choose, quickest, take_planned
 from llmtrain.training.build import build
-from llmtrain.training.run_folder import write_record
+from llmtrain.training.run_folder import measured_on_gpu, write_record
 from llmtrain_kernels.attention import op
 from llmtrain_kernels.attention.choice import KERNELS, Kernel, is_installed, lack
 
@@ -99,7 +99,7 @@ def test_a_resumed_run_keeps_the_kernel_of_its_record() -> None:
     made = plan()
     folder = Path(made.logging.dir) / made.name
     folder.mkdir(parents=True)
-    assert recorded(folder) == ""
+    assert measured_on_gpu(folder) == {}
     # As a CPU writes it, and as earlier versions did.
     write_record(folder, plan(facts=Facts(world=1, device="cpu")))
     assert choose(made, KERNELS, main([]), timed(torch=2.0, cudnn=1.0))[0] == "cudnn"
@@ -114,7 +114,7 @@ def test_a_resumed_run_keeps_the_kernel_of_its_record() -> None:
 @pytest.mark.parametrize("record", ["train: 5", "[a]", "train: {attention: 7}", "train: {", ""])
 def test_a_record_that_is_damaged_names_no_kernel(record: str) -> None:
     Path("recipe.resolved.yaml").write_text(record)
-    assert recorded(Path()) not in KERNELS
+    assert measured_on_gpu(Path()).get("attention") not in KERNELS
 
 
 def test_the_record_of_a_measured_plan_makes_it_again() -> None:

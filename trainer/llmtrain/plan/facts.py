@@ -25,7 +25,8 @@ class Facts:
     a run on GPUs; None on CPUs, on several machines, and where it is not known. tokenizer: vocabulary size of
     `data.tokenizer`, None without one. hf: shape of the model in `model.hf`, None without one. speeds: measured speeds
     of the pipeline's ranks, None where they were not measured. attention: kernel that `train.attention: auto` takes:
-    the quickest, or torch's before it is measured.
+    the quickest, or torch's before it is measured. compiled: what `train.compile: auto` takes: whether compiled blocks
+    are faster, False before it is measured.
     """
 
     world: int
@@ -41,6 +42,7 @@ class Facts:
     hf: GPTConfig | None = None
     speeds: tuple[float, ...] | None = None
     attention: Kernel = "torch"
+    compiled: bool = False
 
     def topology(self, parallel: ParallelConfig) -> RankTopology:
         """Return where the ranks are. Raises BadInputError if they do not fit the cluster or the degrees."""

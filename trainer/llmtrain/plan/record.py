@@ -38,7 +38,8 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: OptimizerBackend, pla
     """
     record = as_data(replace(recipe, cluster=plan.cluster or "auto"))
     record["model"].update(_model_keys(plan.model), preset=None)
-    record["train"].update(microbatch=plan.batch.microbatch, attention=plan.training.attention)
+    training = plan.training
+    record["train"].update(microbatch=plan.batch.microbatch, attention=training.attention, compile=training.compile)
     record["precision"]["compute"] = plan.compute
     record["parallel"]["data"] = zero.degrees.ranks
     record["pipeline"].update(
@@ -109,6 +110,8 @@ def _idle(record: Mapping[str, Any]) -> Iterator[str]:
     if record["train.attention"] == "torch":
         # On CPUs, and on GPUs before kernels are timed.
         yield "train.attention"
+    if not record["train.compile"]:
+        yield "train.compile"
     if record["offload.parameters"] == "none":
         yield "offload.gradients"
     if record["offload.optimizer"] == "none" or not record["offload.spare"]:

@@ -29,13 +29,14 @@ class TrainConfig:
     the quickest of those that are installed, as timed at the run's first start; recipe.resolved.yaml keeps it; CPUs
     have one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per
     evaluation, fewer if the validation split is smaller. compile: let torch.compile build the blocks' kernels in place
-    of those of llmtrain. deterministic: take only kernels whose results have the same bits in every run on the same
-    GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps in a row that stop the run (overflows of
-    fp16 that lower the loss scale do not count), and rewinds in a row that do. compare_every: steps between checks that
-    replicas are equal, by checksum; each checkpoint is then checked as well (0: never). timeout: seconds after which a
-    lost or hanging rank ends the run. max_restarts: how often in a row, without a new checkpoint, `llmtrain run` and
-    jobs of `llmtrain submit` restart the ranks after one was lost; `llmtrain run` restarts on fewer ranks if it lost
-    the same one twice and parallel.data is auto.
+    of those of llmtrain (auto: on GPUs where that is faster, as timed at the run's first start, without tensor and
+    pipeline parallelism; recipe.resolved.yaml keeps it; not on CPUs). deterministic: take only kernels whose results
+    have the same bits in every run on the same GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps
+    in a row that stop the run (overflows of fp16 that lower the loss scale do not count), and rewinds in a row that do.
+    compare_every: steps between checks that replicas are equal, by checksum; each checkpoint is then checked as well
+    (0: never). timeout: seconds after which a lost or hanging rank ends the run. max_restarts: how often in a row,
+    without a new checkpoint, `llmtrain run` and jobs of `llmtrain submit` restart the ranks after one was lost;
+    `llmtrain run` restarts on fewer ranks if it lost the same one twice and parallel.data is auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -46,7 +47,7 @@ class TrainConfig:
     attention: Kernel | Literal["auto"] = "auto"
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     deterministic: bool = False
     max_skipped: Steps = 10
     compare_every: StepsOrNever = 1000

@@ -113,6 +113,7 @@ def open_choices(recipe: Recipe) -> OpenChoices:
     """Return what a recipe leaves open until its ranks have measured."""
     return OpenChoices(
         attention=recipe.train.attention == "auto",
+        compile=recipe.train.compile == "auto",
         split=recipe.pipeline.split == "auto",
         replan=lambda facts: check_and_plan(recipe, facts),
         remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan), *unreserved(plan)],

@@ -13,7 +13,7 @@ from llmtrain.comm.device import forget_peak_memory, synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.plan.plan import Plan
-from llmtrain.training.run_folder import read_record
+from llmtrain.training.run_folder import measured_on_gpu
 
 WARM_UP, REPEATS = 3, 10
 
@@ -44,23 +44,13 @@ def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Seco
     same kernel on all ranks. Collective."""
     kernel, said = "", list[str]()
     if ranks.is_main:
-        kernel = recorded(Path(plan.logging.dir) / plan.name)
+        kernel = measured_on_gpu(Path(plan.logging.dir) / plan.name).get("attention", "")
         if kernel not in candidates:
             times = {one: _time(one, seconds) for one in candidates}
             kernel = min(times, key=times.__getitem__)
             said = ["attention, forward and backward, as measured: " + ", ".join(map(_shown, times, times.values()))]
     kernel = ranks.from_main("attention", kernel)
     return next(one for one in candidates if one == kernel), said
-
-
-def recorded(folder: Path) -> str:
-    """Return the kernel in the record of a run's folder, empty where there is none, or where a CPU wrote it, which
-    times none."""
-    record = read_record(folder)
-    train, optimizer = record.get("train"), record.get("optimizer")
-    if not isinstance(train, dict) or (isinstance(optimizer, dict) and optimizer.get("backend") == "cpu"):
-        return ""
-    return str(train.get("attention", ""))
 
 
 def _candidates(plan: Plan, ranks: Ranks) -> list[Kernel]:

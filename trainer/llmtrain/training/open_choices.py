@@ -11,12 +11,13 @@ from llmtrain.plan.plan import Plan
 class OpenChoices:
     """What a recipe leaves open.
 
-    attention: whether `train.attention` is auto. split: whether `pipeline.split` is auto. replan: returns the plan of
-    the recipe for other facts. remarks: returns sentences about what a plan decides, and about settings in it that are
-    likely mistakes.
+    attention, compile: whether `train.attention` and `train.compile` are auto. split: whether `pipeline.split` is auto.
+    replan: returns the plan of the recipe for other facts. remarks: returns sentences about what a plan decides, and
+    about settings in it that are likely mistakes.
     """
 
     attention: bool
+    compile: bool
     split: bool
     replan: Callable[[Facts], Plan]
     remarks: Callable[[Plan], Sequence[str]]

@@ -21,6 +21,7 @@ from llmtrain.plan.cost.least_time import step_threads
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.training.attention import quickest, take_planned
+from llmtrain.training.compilation import compiles
 from llmtrain.training.loop import train
 from llmtrain.training.open_choices import OpenChoices
 from llmtrain.training.same_plan import check_same_plan
@@ -54,16 +55,35 @@ def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launche
 
 def as_measured(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Plan, list[str]]:
     """Return the plan for what the ranks measure, and sentences about it. Collective."""
-    said, before = list[str](), facts
-    if open_choices.split and splits_by_speed(plan, facts):
-        speeds, sentence = measure(plan, ranks)
-        said.append(sentence)
-        facts = replace(facts, speeds=speeds)
-    if open_choices.attention and facts.device != "cpu":
-        kernel, sentences = quickest(plan, ranks)
+    said = list[str]()
+    for measuring in (_with_speeds, _with_attention, _with_compilation):
+        found, sentences = measuring(open_choices, plan, facts, ranks)
         said += sentences
-        facts = replace(facts, attention=kernel)
-    return plan if facts == before else open_choices.replan(facts), said
+        if found != facts:
+            facts, plan = found, open_choices.replan(found)
+    return plan, said
+
+
+def _with_speeds(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Facts, list[str]]:
+    if not (open_choices.split and splits_by_speed(plan, facts)):
+        return facts, []
+    speeds, sentence = measure(plan, ranks)
+    return replace(facts, speeds=speeds), [sentence]
+
+
+def _with_attention(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Facts, list[str]]:
+    if not open_choices.attention or facts.device == "cpu":
+        return facts, []
+    kernel, sentences = quickest(plan, ranks)
+    return replace(facts, attention=kernel), sentences
+
+
+def _with_compilation(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Facts, list[str]]:
+    if not open_choices.compile or facts.device == "cpu":
+        return facts, []
+    take_planned(plan)
+    compiled, sentences = compiles(plan, ranks)
+    return replace(facts, compiled=compiled), sentences
 
 
 def _bound(place: Launched | None) -> Bound | None:

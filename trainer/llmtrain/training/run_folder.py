@@ -90,6 +90,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
+def measured_on_gpu(folder: Path) -> dict[str, Any]:
+    """Return the section `train` of the resolved recipe in the folder, with what a run's first start has measured;
+    nothing where there is none, or where a CPU wrote it, which measures nothing."""
+    record = read_record(folder)
+    train, optimizer = record.get("train"), record.get("optimizer")
+    by_cpu = isinstance(optimizer, dict) and optimizer.get("backend") == "cpu"
+    return train if isinstance(train, dict) and not by_cpu else {}
+
+
 def recipe_changes(folder: Path, plan: Plan) -> list[str]:
     """Return how the plan's recipe differs from the record in the folder; nothing if that cannot be read."""
     return record_changes(read_record(folder), plan.record)

@@ -341,7 +341,7 @@ def _training(train: TrainConfig, facts: Facts) -> Training:
         eval_every=train.eval_every,
         eval_batches=train.eval_batches,
         attention=facts.attention if train.attention == "auto" else train.attention,
-        compile=train.compile,
+        compile=facts.compiled if train.compile == "auto" else train.compile,
         deterministic=train.deterministic,
         max_skipped=train.max_skipped,
         compare_every=train.compare_every,
