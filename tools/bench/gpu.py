@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from llmtrain_data.indexed import IndexedWriter
@@ -29,8 +29,8 @@ HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measu
 class Part:
     """A row of the table. batch: sequences of a step of each rank. world: number of ranks; of several, the first trains
     without the others. microbatch: sequences of a microbatch, None for all of the step.
-    seconds: the part's time limit. profiled: whether a profile of a step is written. peer: whether transformers and
-    torch.compile train it in place of llmtrain."""
+    seconds: the part's time limit. profiled: whether a profile of a step is written. peer: what trains it with
+    torch.compile in place of llmtrain: transformers, or plain torch."""
 
     name: str
     preset: str
@@ -41,7 +41,7 @@ class Part:
     steps: int = 10
     profiled: bool = False
     microbatch: int | None = None
-    peer: bool = False
+    peer: Literal["", "transformers", "plain"] = ""
     world: int = 1
 
     @property
@@ -143,12 +143,20 @@ PARTS = (
     ),
     Part(name="1B, small batch, compiled", preset="llama3.2-1b", keys=(COMPILED,), sequence=2048, batch=4),
     Part(
+        name="124M, small batch, plain torch and torch.compile",
+        preset="gpt2-124m",
+        keys=(),
+        sequence=1024,
+        batch=16,
+        peer="plain",
+    ),
+    Part(
         name="124M, small batch, transformers and torch.compile",
         preset="gpt2-124m",
         keys=(),
         sequence=1024,
         batch=16,
-        peer=True,
+        peer="transformers",
     ),
     Part(
         name="1B, small batch, transformers and torch.compile",
@@ -156,7 +164,7 @@ PARTS = (
         keys=(),
         sequence=2048,
         batch=4,
-        peer=True,
+        peer="transformers",
     ),
     Part(name="1B, recomputed", preset="llama3.2-1b", keys=(RECOMPUTED,), sequence=2048, batch=16, microbatch=8),
 )
@@ -181,7 +189,17 @@ TINY = (
         batch=2,
         seconds=300,
         steps=1,
-        peer=True,
+        peer="transformers",
+    ),
+    Part(
+        name="tiny, plain torch and torch.compile",
+        preset="gpt2-1m",
+        keys=(),
+        sequence=64,
+        batch=2,
+        seconds=300,
+        steps=1,
+        peer="plain",
     ),
     Part(name="tiny, refused", preset="llama-1m", keys=("zero.stage=9",), sequence=64, batch=2, seconds=300, steps=1),
 )
@@ -209,7 +227,8 @@ def command(part: Part, recipe: Path, profiles: Path) -> list[str]:
     words = [sys.executable, "-m"]
     if part.peer:
         shape = ["--sequence", str(part.sequence), "--batch", str(part.batch)]
-        return [*words, "tools.bench.gpu_peer", part.preset, *shape, "--steps", str(part.steps)]
+        plain = ["--plain"] if part.peer == "plain" else []
+        return [*words, "tools.bench.gpu_peer", part.preset, *shape, "--steps", str(part.steps), *plain]
     words += ["tools.bench.gpu_rank", str(recipe), *part.keys, "--steps", str(part.steps), "--world", str(part.world)]
     return words + (["--profile", str(profiles / f"{part.slug}.txt")] if part.profiled else [])
 
