@@ -1,6 +1,7 @@
 """What the watchdog concludes from beats, whatever the clocks of machines show."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,16 +30,17 @@ class Pair:
         self._watchdog.end()
         self._rounds = 0
 
-    def round(self, moved: Callable[[int, float], float]) -> None:
-        """Do one round. moved: returns when a rank last began something before a time, both by the clock of rank 0."""
+    def round(self, moved: Callable[[int, float], float], waiting: int | None = None) -> None:
+        """Do one round. moved: returns when a rank last began something before a time, both by the clock of rank 0.
+        waiting: a rank that waits for the other."""
         self._rounds += 1
         self.now += ROUND
         # Rounds of two ranks do not last exactly as long.
         sent = self.now - self._rounds * 0.3 % ROUND
-        state = RankState(step=3, doing="computing", moved=moved(1, sent) + self.ahead)
+        state = RankState(step=3, doing="computing", moved=moved(1, sent) + self.ahead, waiting=waiting == 1)
         beat = Beat(ProcessId("b", 1, 0.0), self._rounds, state, sent + self.ahead)
         self._store.set("beat/1", json.dumps(asdict(beat)))
-        self._activity.moved = moved(0, self.now)
+        self._activity.moved, self._activity.waiting = moved(0, self.now), waiting == 0
         self._watchdog._write_beat()
         self._watchdog._hear()
         self._watchdog._judge()
@@ -71,3 +73,29 @@ def test_the_rank_that_stopped_first_is_named(
     assert f"the others wait for rank {first} on" in pair.verdicts[0]
     # 118 rounds, and two until both beats are there.
     assert STOPPED + 590 <= pair.now <= STOPPED + 600
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_rank_that_waits_is_not_named(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it has begun nothing for longer than the one that it waits for."""
+    pair = Pair(0.0, monkeypatch)
+    while not pair.verdicts:
+        pair.round(lambda rank, at: min(at, STOPPED if rank == waiting else STOPPED + 2.0), waiting)
+    assert f"the others wait for rank {1 - waiting} on" in pair.verdicts[0]
+
+
+def test_only_the_thread_that_computes_is_said_to_wait() -> None:
+    activity, seen = Activity(0), list[bool]()
+
+    def look() -> None:
+        seen.append(activity.waiting)
+
+    activity.wait(look)
+    activity.wait(lambda: activity.wait(look))
+    other = threading.Thread(target=lambda: activity.wait(look))
+    other.start()
+    other.join()
+    with pytest.raises(ZeroDivisionError):
+        activity.wait(lambda: 1 / 0)
+    assert seen == [True, True, False]
+    assert not activity.waiting

@@ -21,8 +21,8 @@ class Activity:
     """The activity of one rank.
 
     phase: of the run, empty during training; `show` sets it. last: the newest record. moved: time of the newest record
-    or call of `moving`, in seconds since the epoch. writing: whether the rank writes its part of a checkpoint. lost:
-    whether it has lost contact with others.
+    or call of `moving`, in seconds since the epoch. writing: whether the rank writes its part of a checkpoint. waiting:
+    whether the thread that computes waits for others. lost: whether it has lost contact with others.
     """
 
     def __init__(self, rank: int = 0, path: str | None = None) -> None:
@@ -32,7 +32,8 @@ class Activity:
         self.phase = ""
         self._share: float | None = None
         self._step_began = time.monotonic()
-        self.last, self.moved, self.writing, self.lost = Last(), time.time(), False, False
+        self.last, self.moved = Last(), time.time()
+        self.writing = self.waiting = self.lost = False
         self._timing, self._began, self._waited = False, 0.0, 0.0
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -90,6 +91,15 @@ class Activity:
 
     def wait(self, wait: Callable[[], T]) -> T:
         """Return the result of `wait`, which makes the thread or the current CUDA stream wait for other ranks."""
+        if self.waiting or threading.get_ident() != self._thread:
+            return self._timed(wait)
+        self.waiting = True
+        try:
+            return self._timed(wait)
+        finally:
+            self.waiting = False
+
+    def _timed(self, wait: Callable[[], T]) -> T:
         if not self._timing:
             return wait()
         if self._stream is not None:

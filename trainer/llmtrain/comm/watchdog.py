@@ -45,17 +45,19 @@ class ProcessId:
     born: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankState:
     """What a rank does. moved: when it last began something, by its own clock, in seconds. lost: whether it has lost
-    contact to others. writing: whether it writes its part of a checkpoint. groups: progress of its collectives by
-    group, where its host runs ahead of its GPU and nothing has moved for a round."""
+    contact to others. writing: whether it writes its part of a checkpoint. waiting: whether its host waits for others.
+    groups: progress of its collectives by group, where its host runs ahead of its GPU and nothing has moved for a
+    round."""
 
     step: int = 0
     doing: str = ""
     moved: float = 0.0
     lost: bool = False
     writing: bool = False
+    waiting: bool = False
     groups: dict[str, GroupProgress] = field(default_factory=dict)
 
 
@@ -159,7 +161,10 @@ class Watchdog:
         moved, groups = self._moved_until(activity.moved)
         # The host may wait for the GPU, and so may not learn of it.
         activity.lost = activity.lost or (self._recorder is not None and self._recorder.has_failed())
-        state = RankState(last.step, last.doing, moved, activity.lost, activity.writing, groups)
+        state = RankState(
+            step=last.step, doing=last.doing, moved=moved, lost=activity.lost, writing=activity.writing,
+            waiting=activity.waiting, groups=groups,
+        )  # fmt: skip
         self._self = replace(self._self, number=self._self.number + 1, state=state, sent=time.time())
         self._store.set(_key(activity.rank), json.dumps(asdict(self._self)))
 
@@ -217,9 +222,12 @@ class Watchdog:
                     f"the ranks have not connected for {self._spent(self._still)}; {self._connecting_hint()}", []
                 )
                 return
-            # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it.
+            # A rank that writes a checkpoint comes first: the training continues meanwhile and then waits for it. Then
+            # one that does not wait for others.
             offsets = {rank: offset.seconds for rank, offset in self._offsets.items()}
-            first = min(beats, key=lambda rank: (not beats[rank].state.writing, moves[rank] + offsets.get(rank, 0.0)))
+            begun = {rank: moved + offsets.get(rank, 0.0) for rank, moved in moves.items()}
+            states = {rank: beat.state for rank, beat in beats.items()}
+            first = min(states, key=lambda rank: (not states[rank].writing, states[rank].waiting, begun[rank]))
             whom, groups = "the others wait", {rank: beat.state.groups for rank, beat in beats.items()}
             if not beats[first].state.writing:
                 if (late := late_rank(groups)) is not None:
