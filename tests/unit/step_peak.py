@@ -1,7 +1,8 @@
 """The peak of a GPU's memory in a step, counted on tensors without values, and as planned. Prints both as JSON.
 
 test_step_peak.py runs this file in a separate process, because it makes torch believe in a GPU. Argument: a list of
-cases in JSON, each a preset with keys of the recipe.
+cases in JSON, each {preset, world, node, keys}: of ranks on nodes of so many, the first one takes its step without the
+others.
 """
 
 import json
@@ -14,16 +15,26 @@ from unittest import mock
 from tools.bench import modelled
 
 import torch  # isort: skip
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Links, Ranks
+from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
+from llmtrain.recipe.load import load_recipe
 from llmtrain.training.build import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.unit.silent_ranks import alone
 from tools.tensors import tensors_of
 
-STEPS, TOKENS = 2, 1024
+STEPS = 2
+KEYS = (
+    "data={path: none, sequence_length: 1024}",
+    "train={compile: false, global_batch: 8, microbatch: 4}",
+    "precision.compute=bf16",
+)
 # What the plan counts that is no tensor.
 OTHERS = ("context", "communicators", "fragmentation")
 # torch's allocator rounds up to a multiple of so many bytes.
@@ -61,8 +72,8 @@ class Allocations(TorchDispatchMode):
 def counted(plan: Plan) -> int:
     """Return the peak of a run of some steps."""
     installed = mock.patch.object(modelled.triton_launch, "triton_installed", return_value=True)
-    with modelled.device(), installed, Allocations() as found:
-        ranks = Ranks(0, 0, plan.grid, torch.device("cuda", 0))
+    with modelled.device(), alone(plan.grid.world, 0), installed, Allocations() as found:
+        ranks = Ranks(0, 0, plan.grid, torch.device("cuda", 0), Links(tiers=plan.tiers))
         parts = build(plan, ranks, lambda calls: None)
         shape = (plan.batch.sequences, plan.batch.sequence_length + 1)
         rows = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
@@ -71,13 +82,22 @@ def counted(plan: Plan) -> int:
     return found.peak
 
 
-def main(preset: str, *keys: str) -> dict[str, int]:
-    """Return both peaks in bytes."""
-    plan = modelled.plan_of(preset, TOKENS, *keys)
-    (row,) = memory_budget(plan).rows
+def plan_of(preset: str, world: int, node: int, keys: list[str]) -> Plan:
+    """Return the plan of a run on cards of 80 GB."""
+    model = f"model={{preset: {preset}, positions: 1024, layers: 6}}"
+    cluster = f"cluster={{accelerator: {{name: H100, memory: 80GB}}, node: {{ranks: {node}}}}}"
+    recipe = load_recipe("gpt2-124m", [model, cluster, *KEYS, *keys])
+    facts = Facts(world=world, device="cuda", ranks_per_node=node, triton=True)
+    return make_plan(recipe, named_facts(recipe, facts))
+
+
+def main(preset: str, world: int, node: int, keys: list[str]) -> dict[str, int]:
+    """Return both peaks of the first rank, in bytes."""
+    plan = plan_of(preset, world, node, keys)
+    row = memory_budget(plan).rows[0]
     planned = sum(nbytes for name, nbytes in row.device.items() if name not in OTHERS)
     return {"planned": planned, "counted": counted(plan)}
 
 
 if __name__ == "__main__":
-    print(json.dumps([main(*case) for case in json.loads(sys.argv[1])]))
+    print(json.dumps([main(**case) for case in json.loads(sys.argv[1])]))
