@@ -186,21 +186,26 @@ def test_a_gpu_keeps_small_gradients() -> None:
 
 
 def test_a_chunk_of_logits() -> None:
-    """Beside its input and the logits, the loss makes a product of the size of the output matrix, and without Triton
-    probabilities in fp32. The output matrix is copied if it gets rows of padding, to a multiple of 64."""
+    """Beside its input and the logits, the loss makes a product of the size of the output matrix on AMD's GPUs, and
+    without Triton probabilities in fp32. The output matrix is copied if it gets rows of padding, to a multiple of
+    64."""
     half = "precision.compute=bf16"
     plan, budget = made("model.vocab=8000", half, cluster(10**12))
     tokens, role = plan.batch.microbatch * 32, budget.rows[0].role
-    given = tokens * 512 * 2
-    assert loss_bytes(plan, role) == given + 8000 * (tokens * 2 + 512 * 2)
-    without = replace(plan, kernels=kernels_of(Facts(world=1, device="cuda", triton=False), plan.model, "bf16"))
+    given = tokens * (512 * 2 + 8 + 4)
+    assert loss_bytes(plan, role) == given + 8000 * tokens * 2
+    amd, without = (
+        replace(plan, kernels=kernels_of(Facts(world=1, device="cuda", amd=True, triton=triton), plan.model, "bf16"))
+        for triton in (True, False)
+    )
+    assert loss_bytes(amd, role) == given + 8000 * (tokens * 2 + 512 * 2)
     assert loss_bytes(without, role) == given + 8000 * max(tokens * (2 + 4), tokens * 2 + 512 * 2)
     plan, budget = made("model.vocab=8001", half, cluster(10**12))
-    assert loss_bytes(plan, budget.rows[0].role) == given + 8064 * (512 + tokens) * 2 + 8001 * 512 * 2
+    assert loss_bytes(plan, budget.rows[0].role) == given + 8064 * (512 + tokens) * 2
     # A chunk of a large vocabulary has fewer tokens than the microbatch.
     plan, budget = made("model.vocab=1000000", "train.global_batch=512", "train.microbatch=64", half, cluster(10**12))
-    given = 64 * 32 * plan.model.hidden * 2
-    assert loss_bytes(plan, budget.rows[0].role) == given + 1_000_000 * (256 * 2 + plan.model.hidden * 2)
+    given = 64 * 32 * (plan.model.hidden * 2 + 8 + 4)
+    assert loss_bytes(plan, budget.rows[0].role) == given + 1_000_000 * 256 * 2
     plan, budget = made("model.vocab=8000", "parallel.pipeline=2", half, cluster(10**12))
     assert [loss_bytes(plan, row.role) > 0 for row in budget.rows] == [False, True]
 

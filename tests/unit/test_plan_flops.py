@@ -12,7 +12,7 @@ from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.optim.config import PrecisionConfig
 from llmtrain.plan.facts import Device, Facts
-from llmtrain.plan.flops import computes_bf16, datasheet_peak, flops_per_token, multiplying_parameters
+from llmtrain.plan.flops import computes_bf16, datasheet_peak, flops_per_token, is_amd, multiplying_parameters
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
 from llmtrain.plan.views.view import view_recipe
@@ -229,3 +229,24 @@ def test_memory_follows_what_is_held() -> None:
     assert after["model_states"] == 5
     assert set(after) == {"rss", "peak_rss", "model_states"}
     assert device_name(CPU).startswith(f"CPU, {torch.get_num_threads()} thread")
+
+
+@pytest.mark.parametrize(
+    ("name", "amd"),
+    [
+        ("AMD Instinct MI250X", True),
+        ("MI300X", True),
+        ("MI210", True),
+        ("A100-40GB", False),
+        ("NVIDIA H200", False),
+        ("", False),
+    ],
+)
+def test_whose_card_it_is(name: str, amd: bool) -> None:
+    assert is_amd(name) is amd
+
+
+@pytest.mark.parametrize(("name", "adds"), [("MI250X", False), ("A100", True)])
+def test_products_of_amd_add_to_no_sum_in_fp32(name: str, adds: bool) -> None:
+    described = f"cluster={{accelerator: {{name: {name}, memory: 64GB}}}}"
+    assert view_recipe("gpt2-124m", ["data.path=set", described], 1).plan.kernels.adds_to_fp32 is adds

@@ -33,7 +33,7 @@ ALL = "train.global_batch=32"
 SEVERAL = {
     **{f"stage {stage}": (4, 4, (f"zero.stage={stage}", NOTHING)) for stage in range(4)},
     "stage 3, 2 nodes": (4, 2, ("zero.stage=3", NOTHING)),
-    "stage 3, recomputed": (4, 4, ("zero.stage=3", "train.microbatch=16", "train.global_batch=64", BLOCKS)),
+    "stage 3, recomputed": (4, 4, ("zero.stage=3", BLOCKS)),
     "stage 3, int8, int4": (4, 2, ("zero.stage=3", "quantize.weights=int8", "quantize.gradients=int4", NOTHING)),
     "zero++": (4, 2, ("zero.preset=zero++", NOTHING)),
     "mics": (4, 2, ("zero.preset=mics", NOTHING)),

@@ -20,7 +20,8 @@ class Facts:
     world: number of ranks. ranks_per_node: ranks that were started on each machine, None for all of them. device: what
     the ranks compute on. apex: whether NVIDIA's apex is installed. native: whether the C++ kernels for CPUs run here.
     triton: whether Triton is installed, as torch's GPU builds for Linux have it. bf16: whether the GPUs compute in bf16
-    and torch's FlashAttention runs on them: NVIDIA's from compute capability 8.0 on, and AMD's. cluster: the
+    and torch's FlashAttention runs on them: NVIDIA's from compute capability 8.0 on, and AMD's. amd: whether they are
+    AMD's. cluster: the
     description that the key `cluster` names, or `machine` where it is auto. machine: description of the only machine of
     a run on GPUs; None on CPUs, on several machines, and where it is not known. tokenizer: vocabulary size of
     `data.tokenizer`, None without one. hf: shape of the model in `model.hf`, None without one. speeds: measured speeds
@@ -36,6 +37,7 @@ class Facts:
     native: bool = True
     triton: bool = True
     bf16: bool = True
+    amd: bool = False
     cluster: Cluster | None = None
     machine: Cluster | None = None
     tokenizer: int | None = None

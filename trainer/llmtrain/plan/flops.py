@@ -85,6 +85,11 @@ def computes_bf16(accelerator: Accelerator | None) -> bool:
     return "fp16" not in accelerator.peak or "bf16" in accelerator.peak
 
 
+def is_amd(name: str) -> bool:
+    """Return whether a card with this name is AMD's."""
+    return re.search(r"\bMI\d{2,3}", name) is not None
+
+
 def lack_of_bf16(compute: str, accelerator: Accelerator | None) -> str | None:
     """Return the start of a sentence that a plan computes in bf16 on a card that has none by its datasheet; else
     None."""

@@ -111,7 +111,8 @@ class Kernels:
     a norm keeps, 0 if it computes them again. mask: bytes of an element of a dropout mask. weights_mask: the same for
     attention weights. generator: bytes of the random generator's state that a recomputed group with dropout keeps in
     the device's memory. logit: bytes that the loss takes for each logit of a chunk, besides the logit.
-    rotates_in_place: whether the rotary embedding overwrites the product of queries, keys and values.
+    rotates_in_place: whether the rotary embedding overwrites the product of queries, keys and values. adds_to_fp32:
+    whether a product of 16 bits adds to a sum in fp32 by itself.
     """
 
     attention: Attention
@@ -124,6 +125,7 @@ class Kernels:
     generator: int
     logit: int
     rotates_in_place: bool
+    adds_to_fp32: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -154,6 +155,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
         native=gpus > 0 or _native(),
         triton=find_spec("triton") is not None,
         bf16=not gpus or (least_capability() or BF16) >= BF16,
+        amd="rocm" in version("torch"),
         # Ranks on several machines would have to agree on one.
         machine=cluster_of_gpus(world) if gpus and here == world and not described else None,
     )

@@ -12,6 +12,9 @@ from llmtrain.plan.per_rank.roles import Role
 from llmtrain.plan.per_rank.saved_tensors import Sizes
 from llmtrain.plan.plan import Plan
 
+# Bytes of a token's id, and of its loss.
+_ID, _LOSS = 8, 4
+
 
 def gradient_bytes(plan: Plan, role: Role) -> int:
     """Return the most bytes of gradients that exist at the same time: that wait to be added to their sums, or are
@@ -39,10 +42,11 @@ def backward_bytes(plan: Plan) -> int:
 
 
 def loss_bytes(plan: Plan, role: Role) -> int:
-    """Return the most bytes that exist at the same time, besides what the loss keeps: its input, a padded copy of the
-    output matrix if the device needs one, and a chunk's logits with the numbers that it makes of them, or with the
-    product that it adds to the fp32 gradient of the output matrix, which NVIDIA's GPUs do not make. 0 without the last
-    stage. Optimizer kernels work in place."""
+    """Return the most bytes that exist at the same time, besides what the loss keeps: its input with the ids and the
+    losses of its tokens, a padded copy of the output matrix if the device needs one, and a chunk's logits with the
+    numbers that it makes of them, or with the product that it adds to the fp32 gradient of the output matrix, if it
+    does not add by itself. Over a sharded vocabulary, the chunk's gradient is summed over ranks; ranks that share the
+    sequence gather the chunk and the next one. 0 without the last stage. Optimizer kernels work in place."""
     if not any(layout.closes for layout in plan.stages_of(role.rank)):
         return 0
     parts, element = plan.grid.degree(Axis.TENSOR), plan.compute_bytes
@@ -51,11 +55,13 @@ def loss_bytes(plan: Plan, role: Role) -> int:
     rows = min(chunk_rows(plan.device, vocab), tokens)
     # Over a sharded vocabulary, torch's operations compute the loss on CPUs.
     made = rows * vocab * (plan.kernels.logit if parts == 1 or plan.device == "cuda" else 4)
-    product = vocab * plan.model.hidden * element if element < 4 else 0
+    product = 0 if plan.kernels.adds_to_fp32 or element == 4 else vocab * plan.model.hidden * element
     width = row_stride(plan.device, vocab)
     # The output matrix, with rows of padding.
     matrix = width * plan.model.hidden * element if width > vocab else 0
-    return tokens * plan.model.hidden * element + matrix + rows * width * element + max(made, product)
+    summed = rows * plan.model.hidden * element * (3 if plan.sequence_parallel else 1) if parts > 1 else 0
+    given = tokens * (plan.model.hidden * element + _ID + _LOSS)
+    return given + matrix + summed + rows * width * element + max(made, product)
 
 
 def _held(unit: UnitSpec, device: Device) -> int:

@@ -8,7 +8,7 @@ from llmtrain_data.tokenizer import tokenizer_size
 
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.flops import computes_bf16, is_amd
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.check import check_given, has_begun
 from llmtrain.plan.resolve.cluster_source import ranks_of
@@ -39,6 +39,7 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
         hf=None if folder is None else read_hf_config(Path(folder)),
         bf16=computes_bf16(accelerator),
+        amd=accelerator is not None and is_amd(accelerator.name or ""),
     )
 
 

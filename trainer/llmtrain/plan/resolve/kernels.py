@@ -38,6 +38,7 @@ def _on_cuda(facts: Facts, model: GPTConfig, compute_bytes: int, deterministic: 
         # Our kernel works in place; torch's operations make probabilities in fp32.
         logit=0 if facts.triton else 4,
         rotates_in_place=facts.triton,
+        adds_to_fp32=not facts.amd,
     )
 
 
@@ -59,4 +60,5 @@ def _on_cpu(facts: Facts, model: GPTConfig, compute: Compute) -> Kernels:
         # Our kernel works in place; torch converts the logits to fp32 before the softmax.
         logit=0 if ours else 8,
         rotates_in_place=False,
+        adds_to_fp32=False,
     )
