@@ -167,6 +167,9 @@ PARTS = (
         peer="transformers",
     ),
     Part(name="1B, recomputed", preset="llama3.2-1b", keys=(RECOMPUTED,), sequence=2048, batch=16, microbatch=8),
+    Part(name="124M, microbatches of 16", preset="gpt2-124m", sequence=1024, batch=64, microbatch=16),
+    # No rows of padding are copied.
+    Part(name="124M, vocabulary of 50304", preset="gpt2-124m", keys=("model.vocab=50304",), sequence=1024, batch=64),
 )
 TINY = (
     Part(name="tiny", preset="llama-1m", keys=(), sequence=64, batch=2, seconds=300, steps=1, profiled=True),
