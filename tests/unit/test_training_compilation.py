@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmtrain.comm.activity import Activity
 from llmtrain.comm.ranks import Ranks
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
@@ -44,7 +45,7 @@ def plan(*keys: str, facts: Facts = GPU, family: str = "gpt2", dropout: float = 
 
 def rank(said: list[str], is_main: bool = True) -> Ranks:
     heard = (lambda name, text: said.append(text) or text) if is_main else (lambda name, text: said[-1])
-    return cast(Ranks, SimpleNamespace(is_main=is_main, device=CPU, from_main=heard))
+    return cast(Ranks, SimpleNamespace(is_main=is_main, device=CPU, from_main=heard, activity=Activity()))
 
 
 def timing(monkeypatch: pytest.MonkeyPatch, plain: Timed, compiled: Timed | Exception | None = None) -> list[Any]:

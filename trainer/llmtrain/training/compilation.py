@@ -45,6 +45,7 @@ def compiles(plan: Plan, ranks: Ranks) -> tuple[bool, list[str]]:
         if isinstance(recorded, bool):
             chosen = str(recorded)
         else:
+            ranks.activity.begin("timing a block")
             compiled, sentence = measure(*_passes(plan, ranks.device))
             chosen, said = str(compiled), [sentence]
             forget_peak_memory(ranks.device)
