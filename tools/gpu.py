@@ -26,7 +26,7 @@ NEEDED = (
     "hypothesis",
 )
 # Seconds for the tests, and for the benchmarks of kernels and of training.
-TESTS, KERNELS, BENCHMARKS = 600, 90, 810
+TESTS, KERNELS, BENCHMARKS = 600, 90, 1200
 # Seconds in which what took too long has to end.
 GRACE = 30
 

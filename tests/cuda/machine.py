@@ -115,9 +115,10 @@ class Machine:
         finally:
             self._pool = None
 
-    def allocated(self, tensors: Iterable[Tensor]) -> None:
-        """Note new memory of the device."""
-        new = {memory for tensor in tensors if tensor.is_cuda and (memory := _memory(tensor)) not in self._kept}
+    def allocated(self, tensors: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Note new memory of the device. given: tensors that were there before."""
+        there = set(map(_memory, given))
+        new = {memory for tensor in tensors if tensor.is_cuda and (memory := _memory(tensor)) not in there}
         self._homes.update(dict.fromkeys(new, self.stream))
         if self._pool is not None:
             self._pool.memory.update(new)

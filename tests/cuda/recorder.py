@@ -44,13 +44,13 @@ class Recorder(TorchDispatchMode):
         if pinned:
             machine.pin(found)
         name, views, given = _described(op)
-        if not views:
-            machine.allocated(tensors_of(found))
-        if views or name.startswith(SILENT):
-            return found
         reads, writes = list[Tensor](), list[Tensor]()
         for (written, _), value in zip(given, _values(given, args, kwargs), strict=True):
             (writes if written else reads).extend(tensors_of(value))
+        if not views:
+            machine.allocated(tensors_of(found), (*reads, *writes))
+        if views or name.startswith(SILENT):
+            return found
         known = {id(tensor) for tensor in (*reads, *writes)}
         writes += [tensor for tensor in tensors_of(found) if id(tensor) not in known]
         machine.compute(name, reads, writes)

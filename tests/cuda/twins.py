@@ -96,12 +96,19 @@ def _taken_at_once(self: Pinned, weight: torch.Tensor, to: torch.Tensor) -> None
         to.copy_(weight, non_blocking=True)
 
 
+def _writing_elsewhere(self: GatheredWeights, name: str) -> object:
+    values = torch.empty(8, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        values.zero_()
+    return WAIT(self, name)
+
+
 def _saved_and_forgotten(self: GpuCopies, values: torch.Tensor, region: int) -> None:
     SAVE(self, values, region)
     self._going = region, torch.empty(0)
 
 
-PUBLISH, SAVE = StreamCopies.publish, GpuCopies.save
+PUBLISH, SAVE, WAIT = StreamCopies.publish, GpuCopies.save, GatheredWeights.wait
 RACES = {
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
     "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
@@ -173,6 +180,9 @@ def _backwards(self: Engine, numbers: Any) -> None:
 
 # What frees memory as soon as nothing refers to it any more.
 FREED = {
+    "memory that another stream writes first": Twin(
+        CASES["stage 3"], mock.patch.object(GatheredWeights, "wait", _writing_elsewhere)
+    ),
     "weights made of masters": Twin(
         CASES["optimizer on the host, int8"], mock.patch.object(weight_updates, "stays_for_stream", _nothing)
     ),

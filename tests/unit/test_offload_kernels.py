@@ -78,14 +78,27 @@ def test_files_without_io_uring_and_aio_are_refused(monkeypatch: pytest.MonkeyPa
     start.start("r.yaml", [*HOST], 1, dry_run=True)
 
 
-@pytest.mark.parametrize(("keys", "said"), [((), True), (("train.attention=torch",), False)])
+@pytest.mark.parametrize(
+    ("keys", "kernels", "block"),
+    [
+        ((), True, True),
+        (("train.attention=torch",), False, True),
+        (("train.compile=false",), True, False),
+        (("train.deterministic=true",), True, False),
+    ],
+)
 def test_a_dry_run_on_a_gpu_names_what_is_timed(
-    keys: tuple[str, ...], said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    keys: tuple[str, ...],
+    kernels: bool,
+    block: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(start, "_gpus", lambda place: 1)
     start.start("r.yaml", [*keys], 1, dry_run=True)
     output = capsys.readouterr().out
-    assert ("the run times kernels of attention at its start" in output) is said
+    assert ("the run times kernels of attention at its start" in output) is kernels
+    assert ("the run times a block at its start" in output) is block
     assert "attention: torch" in output
 
 

@@ -191,6 +191,25 @@ def test_what_ranks_measure_makes_a_new_plan(
     assert (made is plan) is (said == [])
 
 
+@pytest.mark.parametrize(
+    ("keys", "compiled"), [((), True), (("train.compile=false",), False), (("train.compile=true",), True)], ids=str
+)
+def test_whether_blocks_are_compiled_is_measured_where_it_is_open(
+    keys: tuple[str, ...], compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank, "compiles", lambda plan, ranks: (True, ["a block"]))
+    write_corpus(Path("set"), 100)
+    Path("tiny.yaml").write_text(TINY)
+    recipe, facts = (
+        load_recipe("tiny.yaml", ["model.family=gpt2", "train.attention=torch", *keys]),
+        Facts(world=1, device="cuda"),
+    )
+    made, said = rank.as_measured(open_choices(recipe), check_and_plan(recipe, facts), facts, cast(Ranks, None))
+    assert made.training.compile == made.record["train"]["compile"] == compiled
+    assert said == ([] if keys else ["a block"])
+
+
 def test_a_cpu_times_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delattr(rank, "quickest")

@@ -255,8 +255,9 @@ DEEPSPEED_LINES = """\
 - *fp16 sums*: we sum gradients in fp32, 4 bytes; its methods hold them in fp16, 2 bytes.
 - *fp32 for the step*: its methods convert gradients to fp32 for the step (AxoNN counts the same): 4 bytes more of each
   parameter that a GPU steps. Our kernel reads the sums.
-- *communicators*: DDP and ZeRO reduce in one communicator of all ranks. Ours have one for each level of states and one
-  for sums over all ranks, each of 0.7 GiB. What Megatron-LM has is not known, so none is taken off.
+- *communicators*: DDP and ZeRO reduce in one communicator of all ranks. Ours have two for each level of states that
+  ranks share, for gathers and for reductions, and one for sums over all ranks, each of 0.7 GiB. What Megatron-LM has is
+  not known, so none is taken off.
 - The paper does not say where it recomputes activations. ZeRO's models cannot fit without; of the others, both are
   here. It says that Megatron-LM runs with tensor 4 and pipeline 4, which would need 16 GPUs, and four microbatches, as
   many as model-parallel ranks. Its sizes are within 10% as pipelines whose microbatches share 16 sequences, on one

@@ -92,14 +92,15 @@ class Activity:
     def wait(self, wait: Callable[[], T]) -> T:
         """Return the result of `wait`, which makes the thread or the current CUDA stream wait for other ranks."""
         if self.waiting or threading.get_ident() != self._thread:
-            return self._timed(wait)
+            return self.timed(wait)
         self.waiting = True
         try:
-            return self._timed(wait)
+            return self.timed(wait)
         finally:
             self.waiting = False
 
-    def _timed(self, wait: Callable[[], T]) -> T:
+    def timed(self, wait: Callable[[], T]) -> T:
+        """Return the result of `wait`, which waits for other ranks, or for what this rank reads or writes."""
         if not self._timing:
             return wait()
         if self._stream is not None:

@@ -38,7 +38,8 @@ def new_stream(device: torch.device, name: str, activity: Activity) -> Stream:
 
 def waiting_stream(device: torch.device, name: str, activity: Activity) -> Stream:
     """Return a new stream for jobs in which the host waits, such as reads of files."""
-    return CudaThreadStream(device, name, activity) if device.type == "cuda" else ThreadStream(name, activity)
+    on_gpu = device.type == "cuda"
+    return CudaThreadStream(device, name, activity) if on_gpu else ThreadStream(name, activity, of_others=False)
 
 
 class ThreadStream:
@@ -48,8 +49,10 @@ class ThreadStream:
     rely on what the failed job should have done, and their own errors would hide the cause.
     """
 
-    def __init__(self, name: str, activity: Activity | None = None) -> None:
-        self._activity = activity or Activity()
+    def __init__(self, name: str, activity: Activity | None = None, of_others: bool = True) -> None:
+        """of_others: whether who waits for a job waits for other ranks."""
+        activity = activity or Activity()
+        self._wait = activity.wait if of_others else activity.timed
         self._jobs: SimpleQueue[tuple[Job, Future[None]] | None] = SimpleQueue()
         # A daemon: a job that waits for a lost rank does not keep the process alive.
         threading.Thread(target=on_this_device(self._run), name=name, daemon=True).start()
@@ -58,7 +61,7 @@ class ThreadStream:
         """Queue `job`."""
         future: Future[None] = Future()
         self._jobs.put((job, future))
-        return _ThreadTicket(future, self._activity)
+        return _ThreadTicket(future, self._wait)
 
     def close(self) -> None:
         """End the thread after the queued jobs."""
@@ -84,11 +87,11 @@ class ThreadStream:
 
 
 class _ThreadTicket:
-    def __init__(self, future: "Future[None]", activity: Activity) -> None:
-        self._future, self._activity = future, activity
+    def __init__(self, future: "Future[None]", wait: Callable[[Callable[[], None]], None]) -> None:
+        self._future, self._wait = future, wait
 
     def wait(self) -> None:
-        self._activity.wait(self._future.result)
+        self._wait(self._future.result)
 
 
 # CUDA starts waiting thread blocks in the order of their streams' priorities. Blocks of the computation are always
@@ -120,7 +123,7 @@ class CudaThreadStream:
 
     def __init__(self, device: torch.device, name: str, activity: Activity | None = None) -> None:
         self._stream, self._activity = torch.cuda.Stream(device, priority=_FIRST), activity or Activity()
-        self._thread = ThreadStream(name, activity)
+        self._thread = ThreadStream(name, activity, of_others=False)
 
     def submit(self, job: Job) -> Ticket:
         """Queue `job`, behind what the current stream holds so far."""

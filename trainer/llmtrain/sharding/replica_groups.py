@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llmtrain.comm.activity import Activity
 from llmtrain.comm.collectives import Collectives
 from llmtrain.sharding.unit import ShardedUnit
 
@@ -18,7 +19,7 @@ class ReplicaGroups:
     ranks, if each has only a part of the gradients of TP-replicated parameters (sequence parallelism). stage: all ranks
     of this pipeline stage, if gradients are packed: rounding depends on the rest of a block, so the gradients of
     TP-replicated parameters would differ. tied: by unit, the ranks of two pipeline stages that both compute with it.
-    second: units whose first copy belongs to an earlier stage.
+    second: units whose first copy belongs to an earlier stage. activity: records the time spent waiting.
     """
 
     copies: int = 1
@@ -26,20 +27,21 @@ class ReplicaGroups:
     stage: Collectives | None = None
     tied: Mapping[str, Collectives] = field(default_factory=dict)
     second: frozenset[str] = frozenset()
+    activity: Activity = field(default_factory=Activity)
 
     def sum_partial(self, unit: ShardedUnit, gradient: Tensor) -> None:
         """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. gradient: of the full
         unit, `[padded]` of its dtype; changed in place."""
         part = gradient[unit.spec.replicated : unit.spec.numel]
         if self.partial is not None and len(part):
-            self.partial.all_reduce(part).wait()
+            self.activity.wait(self.partial.all_reduce(part).wait)
 
     def finish(self, units: Mapping[str, ShardedUnit]) -> None:
         """Make the summed gradients of replicas equal. Collective over the groups."""
         if self.stage is not None:
             self._average_replicated(self.stage, units.values())
         for name, group in self.tied.items():
-            group.all_reduce(units[name].owned_gradient).wait()
+            self.activity.wait(group.all_reduce(units[name].owned_gradient).wait)
 
     def shares(self, name: str, unit: ShardedUnit) -> list[tuple[int, int, float]]:
         """Return the ranges of this rank's optimizer shard, each with the share of its squares that this rank adds to
@@ -78,6 +80,6 @@ class ReplicaGroups:
             held.append((unit.owned_gradient[place : place + len(part)], part, 1 / holders))
         for own, part, _ in held:
             part.copy_(own)
-        stage.all_reduce(every).wait()
+        self.activity.wait(stage.all_reduce(every).wait)
         for own, part, share in held:
             own.copy_(part.mul_(share))

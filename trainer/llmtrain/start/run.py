@@ -16,6 +16,7 @@ from llmtrain_data.waiting import loading
 from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 
 from llmtrain.checkpoint.folder import check_origin, check_start, step_folders, step_of
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError, RunFailedError
@@ -191,10 +192,16 @@ def _attention_problem(plan: Plan, facts: Facts) -> str | None:
 
 
 def _untimed(recipe: Recipe, plan: Plan) -> list[str]:
-    """Return a sentence where a run would time kernels of attention, which a dry run does not."""
-    if recipe.train.attention != "auto" or plan.device == "cpu" or plan.compute == "fp32":
-        return []
-    return ["train.attention is auto: the run times kernels of attention at its start, and this plan has torch's"]
+    """Return sentences where a run would time kernels, which a dry run does not."""
+    train, said = recipe.train, list[str]()
+    if plan.device == "cpu":
+        return said
+    if train.attention == "auto" and plan.compute != "fp32":
+        said.append("train.attention is auto: the run times kernels of attention at its start; this plan has torch's")
+    alone = plan.grid.degree(Axis.TENSOR) == plan.grid.degree(Axis.PIPELINE) == 1
+    if train.compile == "auto" and alone and not train.deterministic:
+        said.append("train.compile is auto: the run times a block at its start; this plan has none compiled")
+    return said
 
 
 def _kernels_problem(plan: Plan) -> str | None:

@@ -202,4 +202,5 @@ def _replica_groups(plan: Plan, ranks: Ranks, buffers: Mapping[GroupName, Collec
         if holds_second_copy(plan, ranks.rank):
             # The copy has position embeddings, which it does not use, so that both copies are sharded in the same way.
             second = frozenset({"embedding"})
-    return ReplicaGroups(plan.grid.degree(Axis.TENSOR), joined.get("partial"), joined.get("stage"), tied, second)
+    copies, partial, stage = plan.grid.degree(Axis.TENSOR), joined.get("partial"), joined.get("stage")
+    return ReplicaGroups(copies, partial, stage, tied, second, ranks.activity)

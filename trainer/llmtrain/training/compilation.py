@@ -2,7 +2,7 @@
 start."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,9 @@ from llmtrain.plan.plan import Plan
 from llmtrain.training.run_folder import measured_on_gpu
 
 WARM_UP, REPEATS = 3, 10
-# A host that launches for so much of the time keeps a GPU waiting.
-BUSY = 0.9
+# A run's own work on the host comes to that of launching, so that a GPU may wait from about here on. Whether compiled
+# passes are faster is then measured.
+BUSY = 0.5
 
 Passes = Callable[[Tensor], Tensor]
 
@@ -40,27 +41,29 @@ def compiles(plan: Plan, ranks: Ranks) -> tuple[bool, list[str]]:
     if degree(Axis.TENSOR) > 1 or degree(Axis.PIPELINE) > 1 or plan.training.deterministic:
         return False, []
     chosen, said = "", list[str]()
+    ranks.activity.begin("timing a block, which may be compiled")
     if ranks.is_main:
         recorded = measured_on_gpu(Path(plan.logging.dir) / plan.name).get("compile")
         if isinstance(recorded, bool):
             chosen = str(recorded)
         else:
-            ranks.activity.begin("timing a block")
-            compiled, sentence = measure(*_passes(plan, ranks.device))
+            compiled, sentence = measure(*_passes(plan, ranks.device), ranks.activity.moving)
             chosen, said = str(compiled), [sentence]
             forget_peak_memory(ranks.device)
     return ranks.from_main("compile", chosen) == str(True), said
 
 
-def measure(passes: Passes, x: Tensor) -> tuple[bool, str]:
+def measure(passes: Passes, inputs: Sequence[Tensor], moving: Callable[[], object] = lambda: None) -> tuple[bool, str]:
     """Return whether passes of a block are faster if they are compiled, and a sentence about it. They are compiled only
-    if the host needs about as long to launch them as the device to compute them. x: input of the block."""
-    plain = _timed(passes, x)
+    if the host launches them for half of the time that they take, or longer. inputs: the block's input, and its
+    parameters. moving: called between the parts."""
+    plain = _timed(passes, inputs)
+    moving()
     found = f"a block's passes take {plain.seconds * 1e3:.2f} ms, and {plain.launching * 1e3:.2f} ms to launch"
     if plain.launching < BUSY * plain.seconds:
         return False, f"{found}, so torch.compile is not tried"
     try:
-        compiled = _timed(torch.compile(passes, dynamic=False), x)
+        compiled = _timed(torch.compile(passes, dynamic=False), inputs)
     except Exception as error:
         # Whatever the compiler lacks on this machine, the run does not need it.
         return False, f"{found}; torch.compile fails here: {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -70,8 +73,8 @@ def measure(passes: Passes, x: Tensor) -> tuple[bool, str]:
     return compiled.seconds < plain.seconds, f"{found}; compiled, {compiled.seconds * 1e3:.2f} ms"
 
 
-def _passes(plan: Plan, device: torch.device) -> tuple[Passes, Tensor]:
-    """Return the forward pass of one of the plan's blocks, and an input."""
+def _passes(plan: Plan, device: torch.device) -> tuple[Passes, list[Tensor]]:
+    """Return the forward pass of one of the plan's blocks, and an input with the block's parameters."""
     model, dtype = plan.model, DTYPES[plan.compute]
     # A generator of its own: a run with a measurement must draw the same numbers as one without.
     drawn = torch.Generator(device).manual_seed(0)
@@ -83,18 +86,18 @@ def _passes(plan: Plan, device: torch.device) -> tuple[Passes, Tensor]:
     x = torch.randn(shape, generator=drawn, dtype=dtype, device=device).requires_grad_()
     rotary = None if model.family == "gpt2" else rotary_tables(model, device)
     forward = block.forward
-    return lambda values: forward(values, rotary), x
+    return lambda values: forward(values, rotary), [x, *block.parameters()]
 
 
-def _timed(passes: Passes, x: Tensor) -> Timed:
+def _timed(passes: Passes, inputs: Sequence[Tensor]) -> Timed:
     """Time passes. Random numbers that dropout draws are given back."""
-    begin = launched = 0.0
+    begin, x = 0.0, inputs[0]
     with torch.random.fork_rng(own_generators(x.device)):
         for repeat in range(WARM_UP + REPEATS):
             if repeat == WARM_UP:
                 synchronize(x.device)
                 begin = time.perf_counter()
-            passes(x).sum().backward()
+            torch.autograd.grad(passes(x).sum(), inputs)
         launched = time.perf_counter()
         synchronize(x.device)
     return Timed((time.perf_counter() - begin) / REPEATS, (launched - begin) / REPEATS)
