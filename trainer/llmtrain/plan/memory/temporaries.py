@@ -59,7 +59,9 @@ def loss_bytes(plan: Plan, role: Role) -> int:
     width = row_stride(plan.device, vocab)
     # The output matrix, with rows of padding.
     matrix = width * plan.model.hidden * element if width > vocab else 0
-    summed = rows * plan.model.hidden * element * (3 if plan.sequence_parallel else 1) if parts > 1 else 0
+    # The chunk, its gradient and that of this rank's share; and the next chunk, if there is one.
+    together = (3 + (rows < tokens)) if plan.sequence_parallel else 1
+    summed = rows * plan.model.hidden * element * together if parts > 1 else 0
     given = tokens * (plan.model.hidden * element + _ID + _LOSS)
     return given + matrix + summed + rows * width * element + max(made, product)
 
