@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,40 +172,14 @@ PARTS = (
     # No rows of padding are copied.
     Part(name="124M, vocabulary of 50304", preset="gpt2-124m", keys=("model.vocab=50304",), sequence=1024, batch=64),
 )
+_tiny = partial(Part, preset="llama-1m", sequence=64, batch=2, seconds=300, steps=1)
 TINY = (
-    Part(name="tiny", preset="llama-1m", keys=(), sequence=64, batch=2, seconds=300, steps=1, profiled=True),
-    Part(
-        name="tiny, one rank of 8 without its links",
-        preset="llama-1m",
-        keys=("zero.stage=3",),
-        sequence=64,
-        batch=2,
-        seconds=300,
-        steps=1,
-        world=8,
-    ),
-    Part(name="tiny, states outside", preset="llama-1m", keys=HOST, sequence=64, batch=2, seconds=300, steps=1),
-    Part(
-        name="tiny, transformers and torch.compile",
-        preset="llama-1m",
-        keys=(),
-        sequence=64,
-        batch=2,
-        seconds=300,
-        steps=1,
-        peer="transformers",
-    ),
-    Part(
-        name="tiny, plain torch and torch.compile",
-        preset="gpt2-1m",
-        keys=(),
-        sequence=64,
-        batch=2,
-        seconds=300,
-        steps=1,
-        peer="plain",
-    ),
-    Part(name="tiny, refused", preset="llama-1m", keys=("zero.stage=9",), sequence=64, batch=2, seconds=300, steps=1),
+    _tiny(name="tiny", profiled=True),
+    _tiny(name="tiny, one rank of 8 without its links", keys=("zero.stage=3",), world=8),
+    _tiny(name="tiny, states outside", keys=HOST),
+    _tiny(name="tiny, transformers and torch.compile", peer="transformers"),
+    _tiny(name="tiny, plain torch and torch.compile", preset="gpt2-1m", peer="plain"),
+    _tiny(name="tiny, refused", keys=("zero.stage=9",)),
 )
 
 
