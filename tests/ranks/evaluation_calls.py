@@ -10,8 +10,8 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.tensor_calls import TensorCalls
 from llmtrain.plan.program.transfers import lane_members, unit_traffic
 
-Planned = tuple[str, tuple[int, ...], int]
-"""Operation, ranks of the group, or the receiver of a message, and bytes of the whole tensor."""
+Planned = tuple[str, str, tuple[int, ...], int]
+"""Purpose, operation, ranks of the group, or the receiver of a message, and bytes of the whole tensor."""
 
 
 def evaluation_calls(plan: Plan, rank: int, programs: Programs, parts: Sequence[Sequence[int]]) -> Iterator[Planned]:
@@ -26,8 +26,8 @@ def evaluation_calls(plan: Plan, rank: int, programs: Programs, parts: Sequence[
     if plan.grid.world > 1:
         # Whether a rank was asked to stop: before each part, and at the end; then the loss.
         everyone = tuple(range(plan.grid.world))
-        yield from [("all_reduce", everyone, 3 * 8)] * (len(parts) + 1)
-        yield "all_reduce", everyone, 8
+        yield from [("scalars", "all_reduce", everyone, 3 * 8)] * (len(parts) + 1)
+        yield "scalars", "all_reduce", everyone, 8
 
 
 def _gathers(plan: Plan, rank: int, programs: Programs, groups: Sequence[int]) -> Iterator[Planned]:
@@ -35,7 +35,7 @@ def _gathers(plan: Plan, rank: int, programs: Programs, groups: Sequence[int]) -
     for issue in programs.evaluation(groups).issues:
         for transfer in units[issue.unit].of(issue):
             ranks = lane_members(plan.grid, rank, units[transfer.unit].placement, transfer.lane)
-            yield transfer.traffic.op, ranks, transfer.traffic.size
+            yield transfer.traffic.purpose, transfer.traffic.op, ranks, transfer.traffic.size
 
 
 def _passes(plan: Plan, rank: int) -> Iterator[Planned]:
@@ -45,8 +45,8 @@ def _passes(plan: Plan, rank: int) -> Iterator[Planned]:
     for layout in plan.stages_of(rank):
         if len(tensor) > 1:
             found = [*calls.forward(layout), *(calls.loss(trains=False) if layout.closes else ())]
-            yield from ((op, tensor, size) for op, size in found)
+            yield from (("tensor", op, tensor, size) for op, size in found)
         if not layout.closes:
             receiver = line[schedule.place(layout.stage + 1)[0]]
             if receiver != rank:
-                yield "send", (receiver,), boundary_bytes(plan)
+                yield "pipeline", "send", (receiver,), boundary_bytes(plan)

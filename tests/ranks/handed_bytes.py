@@ -1,5 +1,5 @@
-"""Counts the bytes that a rank hands over for other ranks, around torch.distributed and where slots of shared memory
-are written. Nothing here knows the plan."""
+"""Counts the bytes that a rank hands over for other ranks, by purpose and group, around torch.distributed and where
+slots of shared memory are written. Nothing here knows the plan."""
 
 import threading
 from collections import Counter
@@ -16,6 +16,7 @@ from llmtrain.sharding.weight_gathers import SharedShards
 from torch import Tensor
 
 from tests.ranks.handed import Handed
+from tests.ranks.purposes import Purposes
 
 MESSAGES = "messages"
 TOLD = "told"
@@ -23,9 +24,10 @@ TOLD = "told"
 
 @contextmanager
 def bytes_handed() -> Iterator[Handed]:
-    """Count bytes until the block ends: by the ranks of the group, and of messages between stages together."""
+    """Count bytes until the block ends: by purpose and the ranks of the group, and of messages between stages
+    together."""
     found: Handed = Counter()
-    lock = threading.Lock()
+    lock, purposes = threading.Lock(), Purposes()
 
     def counting(owner: Any, name: str, handed: Callable[..., tuple[str, int]]) -> Any:
         inner = getattr(owner, name)
@@ -33,7 +35,7 @@ def bytes_handed() -> Iterator[Handed]:
         def call(*args: Any, **options: Any) -> Any:
             key, nbytes = handed(*args, **options)
             with lock:
-                found[key] += nbytes
+                found[key if key in (MESSAGES, TOLD) else f"{purposes.now} {key}"] += nbytes
             return inner(*args, **options)
 
         return mock.patch.object(owner, name, call)
@@ -41,6 +43,7 @@ def bytes_handed() -> Iterator[Handed]:
     with ExitStack() as patches:
         for owner, name, handed in WRAPPED:
             patches.enter_context(counting(owner, name, handed))
+        patches.enter_context(purposes.named())
         yield found
     del found[TOLD]
 

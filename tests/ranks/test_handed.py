@@ -1,5 +1,5 @@
 """What steps and evaluations hand to collectives and messages, against their plan: every call, by operation, group and
-bytes; and below them the bytes for other ranks, by group."""
+bytes; and below them the bytes for other ranks, by purpose and group."""
 
 from collections import Counter
 from dataclasses import replace
@@ -46,15 +46,19 @@ def plan_of(case: Case, result: Result) -> Plan:
     return make_plan(load_recipe(str(result.folder / "recipe.resolved.yaml")), facts)
 
 
-# Operation, ranks of the group, bytes of the whole tensor, and how often.
-Planned = list[tuple[str, tuple[int, ...], int, int]]
+# Purpose, operation, ranks of the group, bytes of the whole tensor, and how often.
+Planned = list[tuple[str, str, tuple[int, ...], int, int]]
 
 
 def planned(plan: Plan, rank: int, step: int) -> Planned:
     """Return the calls that a rank's plan has for a step."""
     calls = StepCalls(plan, rank, programs_of(plan)(rank))
     every = (calls.sharding(), calls.tensor(), calls.messages(), calls.replicas(), calls.scalars(is_logged(plan, step)))
-    return [(call.traffic.op, call.ranks, call.traffic.size, call.times) for group in every for call in group]
+    return [
+        (call.traffic.purpose, call.traffic.op, call.ranks, call.traffic.size, call.times)
+        for group in every
+        for call in group
+    ]
 
 
 def planned_evaluation(plan: Plan, rank: int, parts: list[list[int]]) -> Planned:
@@ -65,16 +69,17 @@ def planned_evaluation(plan: Plan, rank: int, parts: list[list[int]]) -> Planned
 def by_text(calls: Planned) -> Handed:
     """Return planned calls as they are counted."""
     found: Handed = Counter()
-    for op, ranks, size, times in calls:
+    for _, op, ranks, size, times in calls:
         name = f"send {size}" if op == "send" else text("reduce" if op in REDUCTIONS else op, ranks, size)
         found[name] += times
     return found
 
 
 def bytes_for_others(plan: Plan, calls: Planned) -> Handed:
-    """Return the bytes that planned calls hand over for other ranks, by the ranks of the group, and of messages."""
+    """Return the bytes that planned calls hand over for other ranks, by purpose and the ranks of the group, and of
+    messages."""
     found: Handed = Counter()
-    for op, ranks, size, times in calls:
+    for purpose, op, ranks, size, times in calls:
         count = len(ranks)
         if op == "send":
             found[MESSAGES] += size * times
@@ -83,7 +88,7 @@ def bytes_for_others(plan: Plan, calls: Planned) -> Handed:
         if op == "all_reduce":
             shared = backend_of(plan.device, ranks, node_ranks(plan.tiers)) == "shared"
             share = size * (count - 1) if shared or in_one_round(size, count) else 2 * size * (count - 1) // count
-        found[",".join(map(str, ranks))] += share * times
+        found[f"{purpose} {','.join(map(str, ranks))}"] += share * times
     return found
 
 
