@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -59,11 +60,11 @@ class Purposes:
         """Name purposes until the block ends."""
         with ExitStack() as patches:
             for owner, name, purpose in CALLS:
-                patches.enter_context(_patch(owner, name, lambda inner, purpose=purpose: self._within(purpose, inner)))
+                patches.enter_context(_patch(owner, name, partial(self._within, purpose)))
             for owner, name, purpose in STEPS:
-                patches.enter_context(_patch(owner, name, lambda inner, purpose=purpose: self._later(purpose, inner)))
-            for owner in (gradient_reduction, offloaded_gradients):
-                patches.enter_context(_patch(owner, "reduce_to_optimizer_shard", self._last_hops))
+                patches.enter_context(_patch(owner, name, partial(self._later, purpose)))
+            for module in (gradient_reduction, offloaded_gradients):
+                patches.enter_context(_patch(module, "reduce_to_optimizer_shard", self._last_hops))
             yield
 
     def _within(self, purpose: str, inner: Callable[..., Any]) -> Callable[..., Any]:
