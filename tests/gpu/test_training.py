@@ -18,6 +18,7 @@ from llmtrain.inference.trained import open_model
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
+from llmtrain.telemetry.metrics import read_metrics
 from llmtrain.training import compilation, loop
 from llmtrain.training.run import Run
 
@@ -140,6 +141,24 @@ def test_offload_keeps_the_curve(keys: tuple[str, ...], folder: Path, device: De
         assert found == plain
     else:
         assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-5)
+
+
+def test_rows_have_what_their_step_moved_alone(folder: Path, device: Device) -> None:
+    trained(folder, "offloaded", device, *NVME, "offload.parameters=nvme", "train.eval_every=2")
+    rows = read_metrics(folder / "runs" / "offloaded" / "metrics.jsonl")
+    moved = [row["offload"] for row in rows if "offload" in row]
+    assert len(moved) == STEPS
+    for way in ("read_bytes", "written_bytes"):
+        assert len({tuple(one[way].values()) for one in moved}) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_waits_for_the_host_link_are_measured(folder: Path) -> None:
+    outside = (*HOST, "offload.parameters=host", "activation_checkpointing=full", "offload.activations=host")
+    trained(folder, "offloaded", "cuda", *outside)
+    steps = [row for row in read_metrics(folder / "runs" / "offloaded" / "metrics.jsonl") if "offload" in row]
+    assert all(0 < step["offload"]["gpu_wait_s"] < step["step_time_s"] for step in steps)
+    assert all(0 < step["offload"]["activations"]["gpu_wait_s"] < step["step_time_s"] for step in steps)
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

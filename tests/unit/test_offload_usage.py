@@ -36,12 +36,18 @@ def test_usage_adds_up_and_is_told_since_a_step() -> None:
         LinkCount(10, 20), LinkCount(1, 2)
     )
     both = one + TierUsage(
-        read={"/a": 1, "/b": 2}, written={"/b": 4}, waited=0.25, waits={"/b": 0.25}, compute_waited=0.5
+        read={"/a": 1, "/b": 2},
+        written={"/b": 4},
+        waited=0.25,
+        waits={"/b": 0.25},
+        compute_waited=0.5,
+        gpu_waited=0.125,
     )
     assert (both.read, both.written, both.waited) == ({"/a": 6, "/b": 2}, {"/a": 3, "/b": 4}, 0.75)
     assert both.waits == {"/a": 0.5, "/b": 0.25}
     assert both.since(one) == {
         "read_bytes": {"/a": 1, "/b": 2}, "written_bytes": {"/a": 0, "/b": 4}, "wait_s": 0.25,
-        "waits_s": {"/a": 0.0, "/b": 0.25}, "to_host_bytes": 0, "to_device_bytes": 0, "compute_wait_s": 0.5,
+        "waits_s": {"/a": 0.0, "/b": 0.25}, "to_host_bytes": 0, "to_device_bytes": 0, "gpu_wait_s": 0.125,
+        "compute_wait_s": 0.5,
     }  # fmt: skip
     assert (both.to_host, both.to_device) == (11, 22)

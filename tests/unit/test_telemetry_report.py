@@ -113,7 +113,7 @@ def test_volumes_and_the_host_link_are_shown(tmp_path: Path) -> None:
     offload = {
         "read_bytes": {"/scratch0": 2**30, "/scratch1": 2**20}, "written_bytes": {"/scratch0": 2**29, "/scratch1": 0},
         "wait_s": 2.5, "waits_s": {"/scratch0": 2.5, "/scratch1": 0.0},
-        "to_host_bytes": 2**21, "to_device_bytes": 2**22, "compute_wait_s": 1.5,
+        "to_host_bytes": 2**21, "to_device_bytes": 2**22, "gpu_wait_s": 0.75, "compute_wait_s": 1.5,
         "activations": {"read_bytes": {"host": 2**10}, "written_bytes": {"host": 2**11}, "wait_s": 0.0},
     }  # fmt: skip
     more = {**offload, "read_bytes": {"/scratch0": 3 * 2**30, "/scratch1": 2**20}}
@@ -122,7 +122,7 @@ def test_volumes_and_the_host_link_are_shown(tmp_path: Path) -> None:
     for cells in (
         ("model states", "/scratch0", "2.00 GiB", "512 MiB", "2.5 s"),
         ("model states", "/scratch1", "1.00 MiB", "0 B", "0.0 s"),
-        ("model states", "host link: to the device, to the host", "4.00 MiB", "2.00 MiB", ""),
+        ("model states", "host link: to the device, to the host", "4.00 MiB", "2.00 MiB", "0.8 s"),
         ("model states", "optimizer steps", "", "", "1.5 s"),
         ("activations", "host", "1.00 KiB", "2.00 KiB", ""),
     ):

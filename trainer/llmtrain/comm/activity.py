@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from llmtrain.comm.crash_notes import CrashNote, Ending, Last
+from llmtrain.comm.stalls import StreamStalls
 
 T = TypeVar("T")
 
@@ -35,8 +36,7 @@ class Activity:
         self.last, self.moved = Last(), time.time()
         self.writing = self.waiting = self.lost = False
         self._timing, self._began, self._waited = False, 0.0, 0.0
-        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stalls: StreamStalls | None = None
         self._thread = threading.get_ident()
 
     def record(self, doing: str, step: int | None = None) -> None:
@@ -86,8 +86,7 @@ class Activity:
     def start_timing(self) -> None:
         """Measure the time spent waiting until `own_seconds` is called."""
         self._timing, self._began, self._waited = True, time.perf_counter(), 0.0
-        self._stalls.clear()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stalls = StreamStalls(torch.device("cuda")) if torch.cuda.is_initialized() else None
 
     def wait(self, wait: Callable[[], T]) -> T:
         """Return the result of `wait`, which makes the thread or the current CUDA stream wait for other ranks."""
@@ -103,16 +102,8 @@ class Activity:
         """Return the result of `wait`, which waits for other ranks, or for what this rank reads or writes."""
         if not self._timing:
             return wait()
-        if self._stream is not None:
-            if torch.cuda.current_stream() != self._stream:
-                # The computation does not wait for another stream's wait.
-                return wait()
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            result = wait()
-            after.record()
-            self._stalls.append((before, after))
-            return result
+        if self._stalls is not None:
+            return self._stalls.timed(wait)
         if threading.get_ident() != self._thread:
             # The computation does not wait for another thread's wait.
             return wait()
@@ -125,8 +116,7 @@ class Activity:
     def own_seconds(self) -> float:
         """Return the seconds since `start_timing` in which this rank did not wait for others."""
         self._timing = False
-        if self._stream is not None:
+        if self._stalls is not None:
             torch.cuda.synchronize()
-            self._waited = sum(before.elapsed_time(after) for before, after in self._stalls) / 1000
-            self._stalls.clear()
+            self._waited = self._stalls.seconds()
         return time.perf_counter() - self._began - self._waited

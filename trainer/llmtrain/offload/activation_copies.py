@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmtrain.comm.stalls import StreamStalls
 from llmtrain.offload.activation_store import ActivationStore
 from llmtrain.plan.per_rank.rank_activations import DEVICE_SLOTS
 
@@ -31,9 +32,15 @@ class ActivationCopies(Protocol):
         """Return the group input that was fetched first, on the device, of the shape and dtype that was saved. It is
         valid until the next one is taken."""
 
+    @property
+    def waited(self) -> float:
+        """Seconds that a GPU waited for group inputs."""
+
 
 class CpuCopies:
     """A CPU computes: a group input is copied once, and used where it comes back."""
+
+    waited = 0.0
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
@@ -75,6 +82,7 @@ class GpuCopies:
         self._fetched: deque[int] = deque()
         self._coming: deque[int] = deque()
         self._count = 0
+        self._stalls = StreamStalls(device)
 
     def save(self, values: Tensor, region: int) -> None:
         """See ActivationCopies."""
@@ -119,5 +127,10 @@ class GpuCopies:
         self.advance()
         slot = self._coming.popleft()
         # The host waits too, because the store may then overwrite what was copied.
-        self._came[slot].synchronize()
+        self._stalls.timed(self._came[slot].synchronize)
         return self._slots[slot]
+
+    @property
+    def waited(self) -> float:
+        """See ActivationCopies."""
+        return self._stalls.seconds()

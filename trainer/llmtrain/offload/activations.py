@@ -3,7 +3,7 @@ section 5.1.2), as the plan's list says."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -61,7 +61,7 @@ class OffloadedActivations:
 
     def usage(self) -> TierUsage:
         """Return the usage since the start."""
-        return self._store.usage()
+        return replace(self._store.usage(), gpu_waited=self._copies.waited)
 
     def close(self) -> None:
         """Wait for the transfers that run, and free the memory outside."""

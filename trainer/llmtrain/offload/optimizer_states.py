@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
+from llmtrain.comm.stalls import StreamStalls
 from llmtrain.offload.shard import OffloadedBuckets, OffloadedShard
 from llmtrain.offload.staging import stagings
 from llmtrain.offload.states import FileStates, HostStates, StateStore
@@ -46,6 +47,7 @@ class OffloadedStates:
         most = max(bucket.states for bucket in buckets)
         self._staged = stagings(offload, device, largest(buckets), dtype, sums, most)
         self.stepper = Stepper(states, self._staged, offload.overlap)
+        self.stepper.stalls = StreamStalls(device)
         sizes = [bucket.end - bucket.start if bucket.spare else 0 for bucket in buckets]
         if offload.spare_weights == "device":
             self._memory = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -90,7 +92,8 @@ class OffloadedStates:
 
     def usage(self) -> TierUsage:
         """Return the usage since the start."""
-        moved = replace(self.states.usage(), compute_waited=self.stepper.waited)
+        waited, stalled = self.stepper.waited, self.stepper.stalls.seconds()
+        moved = replace(self.states.usage(), compute_waited=waited, gpu_waited=stalled)
         return moved.with_link(*(one.link for one in self._staged))
 
     @property

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llmtrain.comm.device import give_freed_memory_back, is_cpu
 from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.stalls import StreamStalls
 from llmtrain.comm.stream import new_stream, waiting_stream
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.offload.gradient_store import BucketedGradients
@@ -39,7 +40,8 @@ class OffloadStores:
 
     def usage(self) -> TierUsage:
         """Return the usage since the start."""
-        return sum((one.usage() for one in self.moving), TierUsage())
+        stalled = 0.0 if self.weights is None else self.weights.stalls.seconds()
+        return sum((one.usage() for one in self.moving), TierUsage(gpu_waited=stalled))
 
     def close(self) -> None:
         """Free the memory and the files. Nothing moves any more."""
@@ -119,7 +121,7 @@ def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OffloadedWeights | None, Mo
     )
     made = waiting_stream if in_files else new_stream
     reads, writes = (made(ranks.device, f"{what} of weights", ranks.activity) for what in ("reads", "writes"))
-    return OffloadedWeights(store, reads, writes), store
+    return OffloadedWeights(store, reads, writes, StreamStalls(ranks.device)), store
 
 
 def place_units(units: Iterable[ShardedUnit], offloaded: OffloadStores) -> list[ShardedUnit]:

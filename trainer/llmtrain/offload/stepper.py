@@ -12,6 +12,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import on_this_device
+from llmtrain.comm.stalls import StreamStalls
 from llmtrain.offload.copies import Event
 from llmtrain.offload.staging import BucketStep, Staging, StepAhead
 from llmtrain.offload.states import StateStore
@@ -34,14 +35,17 @@ class StepTicket:
 
     def wait(self) -> None:
         """Let nothing that this thread computes next start before the weights are there. Raises what a step raised."""
-        self._stepper.wait_until(lambda: not self.left)
-        for event in self.events:
-            event.wait()
+        self._stepper.stalls.timed(self._wait)
 
     def done(self, event: Event) -> None:
         """Report a bucket."""
         self.left -= 1
         self.events.append(event)
+
+    def _wait(self) -> None:
+        self._stepper.wait_until(lambda: not self.left)
+        for event in self.events:
+            event.wait()
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +138,7 @@ class Stepper:
 
     observe: called with each job when its bucket is taken up. moving: called when one is done, and when a shard has
     read or written a part of the states. done: number of jobs of each kind. waited: seconds that the thread which makes
-    the stepper has waited for its threads.
+    the stepper has waited for its threads. stalls: measures how long the GPU that computes waits for new weights.
     """
 
     def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:
@@ -143,6 +147,7 @@ class Stepper:
         self.observe: Callable[[Do, int], None] = lambda do, bucket: None
         self.moving: Callable[[], object] = lambda: None
         self.done, self.waited = Counter[Do](), 0.0
+        self.stalls = StreamStalls(torch.device("cpu"))
         self._main = threading.get_ident()
         self._queue, self._changed = _Queue(), threading.Condition()
         self._taken: dict[int, Tensor] = {}

@@ -23,7 +23,8 @@ class TierUsage:
     """What a rank has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited. waits:
     seconds that the threads which compute and load waited for each volume. to_host, to_device: bytes copied from a GPU
     and to it; 0 on CPUs. compute_waited: seconds that the main thread, which computes or launches what a GPU computes,
-    waited for optimizer steps of other threads."""
+    waited for optimizer steps of other threads. gpu_waited: seconds that a GPU, which had computed all before, waited
+    for what came from outside; 0 on CPUs."""
 
     read: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, int] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class TierUsage:
     to_host: int = 0
     to_device: int = 0
     compute_waited: float = 0.0
+    gpu_waited: float = 0.0
 
     def with_link(self, *links: LinkCount) -> "TierUsage":
         """Return the same with what links have counted."""
@@ -54,6 +56,7 @@ class TierUsage:
             to_host=to_host,
             to_device=to_device,
             compute_waited=compute_waited,
+            gpu_waited=self.gpu_waited + other.gpu_waited,
         )
 
     def since(self, before: "TierUsage") -> dict[str, Any]:
@@ -67,6 +70,7 @@ class TierUsage:
         if self.to_host or self.to_device:
             row["to_host_bytes"] = self.to_host - before.to_host
             row["to_device_bytes"] = self.to_device - before.to_device
+            row["gpu_wait_s"] = self.gpu_waited - before.gpu_waited
         if self.compute_waited:
             row["compute_wait_s"] = self.compute_waited - before.compute_waited
         return row

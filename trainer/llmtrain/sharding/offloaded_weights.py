@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from llmtrain.comm.stalls import StreamStalls
 from llmtrain.comm.stream import Stream
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.traffic import Traffic
@@ -34,11 +35,13 @@ class WeightStore(Protocol):
 
 @dataclass(frozen=True)
 class OffloadedWeights:
-    """Where weight shards rest, and the streams on which they come and go."""
+    """Where weight shards rest, and the streams on which they come and go. stalls: measures how long the GPU that
+    computes waits for them."""
 
     store: WeightStore
     reads: Stream
     writes: Stream
+    stalls: StreamStalls
 
 
 class OffloadedGather:

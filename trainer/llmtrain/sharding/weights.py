@@ -98,8 +98,11 @@ class GatheredWeights:
         if name not in self.gathered:
             self.updates.wait(name)
             return unit.weight
-        gathered = self._gathered[name]
-        gathered.ticket.wait()
+        gathered, offloaded = self._gathered[name], self._policy.offloaded
+        if offloaded is not None and unit.hops.placement.moves_weights:
+            offloaded.stalls.timed(gathered.ticket.wait)
+        else:
+            gathered.ticket.wait()
         unit.parameters.show(gathered.buffer)
         return gathered.buffer
 

@@ -217,7 +217,9 @@ def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
             found.append((what, path, *_sizes(read, written), units.duration(waited) if isfinite(waited) else ""))
         link = _mean(moved, "to_device_bytes"), _mean(moved, "to_host_bytes")
         if any(map(isfinite, link)):
-            found.append((what, "host link: to the device, to the host", *_sizes(*link), ""))
+            waited = _mean(moved, "gpu_wait_s")
+            duration = units.duration(waited) if isfinite(waited) else ""
+            found.append((what, "host link: to the device, to the host", *_sizes(*link), duration))
         if isfinite(waited := _mean(moved, "compute_wait_s")):
             found.append((what, "optimizer steps", "", "", units.duration(waited)))
     return [("", "", "read", "written", "waited for"), *found]

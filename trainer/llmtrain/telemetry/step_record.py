@@ -15,10 +15,10 @@ class StepRecord:
     nats. grad_norm: before clipping. seconds: wall time of the step, data included. skipped_steps: number of steps so
     far without an update, because of a spike or a number that is not finite. passed_batches: number of global batches
     that rewinds skipped. rank_seconds: each rank's seconds, waits for other ranks excluded; empty if the step is not
-    logged. loss_scale: None unless the run computes in fp16. offload: what the rank's offloaded states moved since the
-    last step: `read_bytes`, `written_bytes` and `waits_s` of each volume, `wait_s`, on a GPU `to_host_bytes` and
-    `to_device_bytes`, and with offloaded optimizer states `compute_wait_s`; None without them. save_held: seconds for
-    which the checkpoint before held up the optimizer.
+    logged. loss_scale: None unless the run computes in fp16. offload: what the rank's offloaded states moved in the
+    step: `read_bytes`, `written_bytes` and `waits_s` of each volume, `wait_s`, on a GPU `to_host_bytes`,
+    `to_device_bytes` and `gpu_wait_s`, and with offloaded optimizer states `compute_wait_s`; None without them.
+    save_held: seconds for which the checkpoint before held up the optimizer.
     """
 
     step: int

@@ -13,7 +13,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.cluster.layout import Axis
-from llmtrain.comm.device import in_host_memory, start_to_host
+from llmtrain.comm.device import in_host_memory, start_to_host, synchronize
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import PreemptedError, RunFailedError
 from llmtrain.launch.stop import STOPPED_EARLY, StopRequest
@@ -143,7 +143,7 @@ def begin(run: Run) -> None:
 
 def train_step(run: Run, step: int) -> bool:
     """Do one optimizer step, counted from 0. Return whether any rank was asked to stop. Collective."""
-    plan, started = run.plan, time.perf_counter()
+    plan, started, moved = run.plan, time.perf_counter(), usage(run)
     run.ranks.activity.begin_step(step)
     if is_logged(plan, step + 1) and run.ranks.layout.world > 1:
         run.ranks.activity.start_timing()
@@ -180,7 +180,7 @@ def train_step(run: Run, step: int) -> bool:
     note_skipped(run, finite, spike)
     run.lock.check()
     # First: it waits for the steps of offloaded states, which take their time of this step.
-    moved = offload_usage(run, step)
+    offloaded = offload_usage(run, step, moved)
     run.log.step(
         StepRecord(
             step=step + 1,
@@ -193,7 +193,7 @@ def train_step(run: Run, step: int) -> bool:
             passed_batches=run.progress.passed,
             rank_seconds=ended.rank_seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
-            offload=moved,
+            offload=offloaded,
             save_held=held,
         )
     )
@@ -224,16 +224,21 @@ def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:
     return step_numbers(run.plan.optimizer, lr, run.progress.applied + 1, divisor)
 
 
-def offload_usage(run: Run, step: int) -> dict[str, Any] | None:
-    """Return what this rank moved between its device, the host and files since the last step: model states, and
-    `activations`; None where nothing is offloaded. step: counted from 0."""
+def offload_usage(run: Run, step: int, before: dict[str, TierUsage]) -> dict[str, Any] | None:
+    """Return what this rank moved between its device, the host and files in a step: model states, and `activations`;
+    None where nothing is offloaded. step: counted from 0. before: `usage` when it began."""
     if run.offloaded.moving and (is_logged(run.plan, step + 1) or is_logged(run.plan, step + 2)):
-        # A row has all of what its step moved, and nothing of the step before.
+        # A row has all of what its step moved, and how long it waited for that, and nothing of the step before.
         run.engine.finish_steps()
-    movers = {"states": run.offloaded if run.offloaded.moving else None, "activations": run.activations}
-    before, run.moved = run.moved, {name: mover.usage() for name, mover in movers.items() if mover is not None}
-    found = {name: usage.since(before.get(name, TierUsage())) for name, usage in run.moved.items()}
+        synchronize(run.ranks.device)
+    found = {name: moved.since(before[name]) for name, moved in usage(run).items()}
     return {**found.pop("states", {}), **found} or None
+
+
+def usage(run: Run) -> dict[str, TierUsage]:
+    """Return what this rank has moved since its start: its `states`, and `activations`, of those that it offloads."""
+    movers = {"states": run.offloaded if run.offloaded.moving else None, "activations": run.activations}
+    return {name: mover.usage() for name, mover in movers.items() if mover is not None}
 
 
 def note_skipped(run: Run, finite: bool, spike: bool) -> None:

@@ -45,10 +45,10 @@ class Run:
     """Everything that a step needs.
 
     batches: reads `train_data`. lock: the main rank has the folder's lock. compared: the step after which replicas were
-    last found equal. offloaded: what this rank offloads. activations: what moves its activations. moved: what both had
-    moved after the last step. clips: whether the last step clipped gradients. changed: how the recipe differs from that
-    of the run's last start; the main rank alone knows it, and the fingerprints of the data. origin: a sentence about
-    another run that this start began from, None without one.
+    last found equal. offloaded: what this rank offloads. activations: what moves its activations. clips: whether the
+    last step clipped gradients. changed: how the recipe differs from that of the run's last start; the main rank alone
+    knows it, and the fingerprints of the data. origin: a sentence about another run that this start began from, None
+    without one.
     """
 
     plan: Plan
@@ -69,7 +69,6 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     compared: int = 0
     activations: OffloadedActivations | None = None
-    moved: dict[str, TierUsage] = field(default_factory=dict)
     clips: bool = False
     changed: list[str] = field(default_factory=list)
     fingerprints: list[Fingerprint] = field(default_factory=list)
