@@ -104,3 +104,12 @@ def test_a_second_wait_is_found(twin: str, answer: Answer) -> None:
 def test_another_order_is_found(twin: str, answer: Answer) -> None:
     """One rank updates its units from the last to the first."""
     assert answer("twins", twin)["disagreements"] != []
+
+
+@pytest.mark.parametrize("twin", ["deadlock"])
+def test_calls_that_wait_for_each_other_are_found(twin: str, answer: Answer) -> None:
+    """Though the ranks of each communicator agree: two of eight ranks sum over tied stages before they sum over their
+    own stage."""
+    found = answer("twins", twin)
+    assert found["disagreements"] == []
+    assert found["deadlock"] != []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,16 +26,18 @@ from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
 from llmtrain.training import loop
 
-from tests.cuda.cases import CASES, Case
+from tests.cuda.cases import CASES, INT4, TIED, Case
 from tests.cuda.machine import Event, Stream
 from tests.cuda.nccl_calls import Work
 
 
 class Twin(NamedTuple):
-    """case: what is rehearsed, on its first rank. broken: a change to the project."""
+    """case: what is rehearsed, on its first rank. broken: a change to the project. breaks: ranks that have it, where
+    the others are rehearsed too."""
 
     case: Case
     broken: Any
+    breaks: tuple[int, ...] = ()
 
 
 def _nothing(*arguments: object, **others: object) -> None:
@@ -190,11 +193,22 @@ FREED = {
         CASES["activations on the host"], mock.patch.object(GpuCopies, "save", _saved_and_forgotten)
     ),
 }
-STEP = Engine.step
+
+
+def _tied_first(self: ReplicaGroups, units: Any) -> None:
+    FINISH(replace(self, stage=None), units)
+    FINISH(replace(self, tied={}), units)
+
+
+STEP, FINISH = Engine.step, ReplicaGroups.finish
 OTHERS = {
     "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
     "device": Twin(CASES["one rank"], mock.patch.object(stream, "on_this_device", _as_it_is)),
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
-    "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards)),
+    "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards), (0,)),
+    # Two ranks that are in no group together.
+    "deadlock": Twin(
+        Case(8, (TIED, INT4), tensor=2, pipeline=2), mock.patch.object(ReplicaGroups, "finish", _tied_first), (0, 5)
+    ),
 }
 TWINS = RACES | FREED | OTHERS
