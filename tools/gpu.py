@@ -23,6 +23,7 @@ NEEDED = (
     "safetensors",
     "tqdm",
     "pytest",
+    "pytest_timeout",
     "hypothesis",
 )
 # Seconds for the tests, and for the benchmarks of kernels and of training.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,10 @@ def plan_of(case: Case) -> Plan:
 @contextmanager
 def running(plan: Plan, rank: int) -> Iterator[Run]:
     """Build a rank's part of a run, whose samples are drawn at random, and close it at the end."""
-    ranks = Ranks(rank, 0, plan.grid, CUDA, Links(tiers=plan.tiers))
+    # Whatever a rank waits for there, another one has written.
+    store: Any = SimpleNamespace(set=_nothing, wait=_nothing, delete_key=_nothing, add=_nothing, clone=lambda: store)
+    links = Links(tiers=plan.tiers, store=store, timeout=timedelta(minutes=1))
+    ranks = Ranks(rank, 0, plan.grid, CUDA, links)
     parts = build(plan, ranks, lambda calls: None)
     shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
     rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))
@@ -139,6 +143,10 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     batches.close()
     assert checkpoints.close() is None
     parts.close()
+
+
+def _nothing(*arguments: object) -> None:
+    """Do nothing."""
 
 
 def _device(machine: Machine) -> list[Any]:

@@ -1,5 +1,6 @@
 """Measured waits of a CUDA stream, on events that know a clock's time."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ class TimedEvent:
     def __init__(self, gpu: SimpleNamespace) -> None:
         self._gpu, self.at = gpu, 0.0
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "main"
         self.at = self._gpu.clock
 
     def query(self) -> bool:
@@ -52,12 +54,23 @@ def test_waits_of_the_stream_add_up_once_the_gpu_has_ended_them(gpu: SimpleNames
     assert [stalls.seconds(), stalls.seconds()] == [3.0, 3.0]
 
 
-def test_another_stream_waits_without_being_measured(gpu: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("stream", "own", "seconds"), [("copies", False, 0.0), ("copies", True, 1.0), ("main", False, 1.0)]
+)
+def test_a_wait_counts_on_the_stream_or_in_the_thread_that_fills_it(
+    stream: str, own: bool, seconds: float, gpu: SimpleNamespace
+) -> None:
+    """A thread that waits launches nothing, whatever stream is current. Autograd has a thread of its own."""
     stalls = StreamStalls(torch.device("cuda"))
-    gpu.stream = "another one"
-    assert stalls.timed(waiting(gpu, 1.0)) == 1.0
+    gpu.stream = stream
+    if own:
+        stalls.timed(waiting(gpu, 1.0))
+    else:
+        other = threading.Thread(target=stalls.timed, args=[waiting(gpu, 1.0)])
+        other.start()
+        other.join()
     gpu.passed = gpu.clock
-    assert stalls.seconds() == 0.0
+    assert stalls.seconds() == seconds
 
 
 def test_a_cpu_waits_without_being_measured() -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import Event
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from llmtrain.comm.arrivals import Arrivals
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_nccl import NcclMessages
+from llmtrain.comm.posted_receives import PostedReceives
 from llmtrain.comm.ranks import Ranks
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
@@ -136,6 +138,36 @@ def test_nccl_receives_when_a_message_is_needed_beside_the_computation(streams: 
     ]
 
 
+def test_nccl_holds_the_first_sends_until_their_receives_are_posted(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the first three; the third does not overtake them."""
+    calls, store, cpu = list[int](), dist.HashStore(), torch.device("cpu")
+
+    def isend(values: torch.Tensor, peer: int, group: object) -> SimpleNamespace:
+        calls.append(values.numel())
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    monkeypatch.setattr(dist, "isend", isend)
+    sender, receiver = (
+        PostedReceives(store, rank, {CHANNEL: 1 - rank}, told=2, patience=timedelta(minutes=1)) for rank in (0, 1)
+    )
+    messages = NcclMessages({CHANNEL: (None, 1)}, cpu, sender)  # type: ignore[dict-item]
+    first, second, third = (messages.send(CHANNEL, torch.zeros(number)) for number in (1, 2, 3))
+    assert not first.is_completed()
+    receiver.tell(CHANNEL)
+    first.wait()
+    assert calls == [1]
+    assert not second.is_completed()
+    receiver.tell(CHANNEL)
+    third.wait()
+    assert second.is_completed()
+    messages.send(CHANNEL, torch.zeros(4)).wait()
+    assert calls == [1, 2, 3, 4]
+    assert streams.calls == ["channel after call 0"] * 3
+    assert store.num_keys() == 0
+
+
 @pytest.mark.parametrize(("posting", "early"), [(posting_of("nccl", 1), 0), (posting_of("gloo", 3), 1)])
 def test_nccl_looks_for_no_message_that_nobody_asks_for(
     posting: Posting, early: int, posted: list[Message], monkeypatch: pytest.MonkeyPatch
@@ -244,7 +276,7 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
 ) -> None:
     given: list[tuple[int, ...]] = []
     monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members, messages: None)
-    monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, node, *sizes: given.append(sizes))
+    monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, node, *sizes: given.append(sizes[:2]))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(world=4, device="cpu", ranks_per_node=4)
     plan = make_plan(parse_recipe({**RECIPE, "pipeline": keys}), facts)

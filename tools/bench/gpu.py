@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from llmtrain.comm.device import gpus
+from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.resolve.make import make_plan
+from llmtrain.plan.resolve.prepare import named_facts
+from llmtrain.recipe.load import load_recipe
 from llmtrain_data.indexed import IndexedWriter
 
 from tools.bench.table import machine, table, write_section
@@ -23,6 +29,9 @@ from tools.bench.table import machine, table, write_section
 GB = 10**9
 # Begins the line of a part's results.
 RESULT = "result "
+# Steps before the measured ones. After these come two more, the second of which is logged: a logged step waits for its
+# offloaded states, and so does the one before it.
+WARM_UP, UNTIL_LOGGED = 3, 2
 HEADER = ("training on one GPU", "tokens/s", "MFU", "memory planned, GB", "measured, GB")
 
 
@@ -189,15 +198,23 @@ def write_recipe(part: Part, folder: Path) -> Path:
     length = 50 * part.batch * part.world * part.sequence
     writer.add(np.random.default_rng(0).integers(0, 2000, length, np.uint16), np.array([length]))
     writer.commit()
-    path = folder / "bench.yaml"
+    path, logged = folder / "bench.yaml", WARM_UP + part.steps + UNTIL_LOGGED
     path.write_text(
         f"name: bench\nmodel: {{preset: {part.preset}}}\n"
         f"data: {{path: {folder / 'set'}, sequence_length: {part.sequence}, split: [100, 0, 0]}}\n"
         f"train: {{steps: 1000, global_batch: {part.batch * part.world}, microbatch: {part.microbatch or part.batch}, "
         "eval_every: 0, compile: false}\n"
-        f"checkpoint: {{async: false}}\nlogging: {{every: {min(10, part.steps)}, dir: {folder / 'runs'}}}\n"
+        f"checkpoint: {{async: false}}\nlogging: {{every: {logged}, dir: {folder / 'runs'}}}\n"
     )
     return path
+
+
+def planned_bytes(part: Part) -> int:
+    """Return the memory that the plan of a part has on one GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = load_recipe(str(write_recipe(part, Path(folder))), list(part.keys))
+        plan = make_plan(recipe, named_facts(recipe, Facts(world=part.world, device="cuda", ranks_per_node=part.world)))
+        return max(sum(row.device.values()) for row in memory_budget(plan).rows)
 
 
 def command(part: Part, recipe: Path, profiles: Path) -> list[str]:
@@ -273,9 +290,15 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, default=Path("runs/gpu-profiles"))
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
+    memory = gpus()[0].memory if arguments.device == "cuda" and not arguments.tiny else None
     found = dict[Part, dict[str, Any] | str]()
     for part in TINY if arguments.tiny else PARTS:
         if arguments.only and part.name not in arguments.only:
+            continue
+        if memory and not part.peer and (needed := planned_bytes(part)) > memory:
+            print(
+                f"{part.name} needs {needed / GB:.1f} GB, and this GPU has {memory / GB:.1f} GB: left out", flush=True
+            )
             continue
         found[part] = run_part(part, arguments.device, arguments.profiles)
         print(" | ".join(row(part, found[part])), flush=True)

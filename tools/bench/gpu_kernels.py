@@ -21,7 +21,7 @@ from llmtrain_kernels.accumulate.op import accumulate
 from llmtrain_kernels.activation.op import activate
 from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
-from llmtrain_kernels.attention.op import causal_attention
+from llmtrain_kernels.attention.op import causal_attention, take_kernel
 from llmtrain_kernels.cross_entropy.op import add_product, linear_cross_entropy
 from llmtrain_kernels.norm.op import residual_norm
 from llmtrain_kernels.quantize.op import dequantize, quantize
@@ -154,7 +154,7 @@ def _of_products(given: Given, x: Tensor) -> Iterator[Kernel]:
     targets = torch.randint(0, VOCAB, (few,), device=given.device)
     yield Kernel(
         name="head, loss and both gradients",
-        call=lambda: linear_cross_entropy(tokens, head, targets).backward(),
+        call=lambda: torch.autograd.grad(linear_cross_entropy(tokens, head, targets), (tokens, head)),
         flops=3 * 2 * few * WIDTH * VOCAB,
     )
     total = torch.zeros(WIDTH, WIDTH, device=given.device)
@@ -200,6 +200,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     device = device_of(0)
+    # Else torch may take cuDNN's.
+    take_kernel("torch")
     given, found = Given(arguments.elements, device), list[list[str]]()
     for one in rows(given):
         found.append(one)

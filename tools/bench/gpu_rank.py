@@ -29,10 +29,10 @@ from llmtrain.training.run import Run, open_run
 from llmtrain.training.states import start_states
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tools.bench.gpu import RESULT
+from tools.bench.gpu import RESULT, UNTIL_LOGGED, WARM_UP
 
-# Steps before the measured ones, and steps of a profile.
-WARM_UP, PROFILED = 3, 3
+# Steps of a profile.
+PROFILED = 3
 
 
 def measured(recipe: str, keys: list[str], steps: int, profile: Path | None, world: int = 1) -> None:
@@ -65,9 +65,11 @@ def measured(recipe: str, keys: list[str], steps: int, profile: Path | None, wor
             train_step(run, number)
         synchronize(ranks.device)
         rate = plan.batch.tokens / world * steps / (time.perf_counter() - begin)
+        for number in range(WARM_UP + steps, WARM_UP + steps + UNTIL_LOGGED):
+            train_step(run, number)
         print(RESULT + json.dumps(result(Path(plan.logging.dir) / plan.name, rate, ranks.device)), flush=True)
         if profile is not None:
-            write_profile(profile, run, WARM_UP + steps)
+            write_profile(profile, run, WARM_UP + steps + UNTIL_LOGGED)
 
 
 def one_of(world: int) -> Ranks:

@@ -12,6 +12,7 @@ from llmtrain.comm.messages_gloo import GlooMessages
 from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.messages_shared import RoutedMessages, SharedMemoryMessages, share_ring
 from llmtrain.comm.nccl import NcclCollectives
+from llmtrain.comm.posted_receives import PostedReceives
 from llmtrain.comm.shared_memory import SharedMemoryCollectives, share_slots
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.collective_buffers import CollectiveBackend, CollectiveBuffers, backend_of
@@ -48,14 +49,15 @@ def messages_of(
     node: int,
     ahead: int,
     nbytes: int,
+    posted: PostedReceives | None = None,
 ) -> Messages:
     """Return messages over NCCL on GPUs, through shared memory between CPUs of one node, else over gloo. Collective.
 
     peers: see TorchMessages; in an order that all ranks share. node: ranks of a node. ahead: messages that a channel
-    has in flight. nbytes: of a message; longer ones are allowed.
+    has in flight. nbytes: of a message; longer ones are allowed. posted: see NcclMessages.
     """
     if device.type == "cuda":
-        return NcclMessages(peers, device)
+        return NcclMessages(peers, device, posted)
     rings = {
         channel: ring
         for channel, (group, _) in peers.items()

@@ -2,6 +2,7 @@
 not yet run on a GPU."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 from llmtrain.comm.arrivals import Wait
 from llmtrain.comm.messages import Channel, Request
 from llmtrain.comm.messages_torch import TorchMessages
+from llmtrain.comm.posted_receives import PostedReceives
 from llmtrain.plan.program.posted_receives import posting_of
 
 
@@ -27,12 +29,22 @@ class NcclMessages(TorchMessages):
     had to compute when its memory was allocated, as the message before was taken. So it runs during the computation
     that the host has launched since.
 
-    peers: see TorchMessages; in an order that all ranks share.
+    A large send ends only with its receive. In the first step kernels are loaded, so a host may wait for its sends
+    there, while the receiver waits for a message that this host has yet to launch. So a thread posts the first sends of
+    each channel, each once its receive is posted.
+
+    peers: see TorchMessages; in an order that all ranks share. posted: tells of receives; None to hold no send.
     """
 
-    def __init__(self, peers: Mapping[Channel, tuple[dist.ProcessGroup, int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        peers: Mapping[Channel, tuple[dist.ProcessGroup, int]],
+        device: torch.device,
+        posted: PostedReceives | None = None,
+    ) -> None:
         super().__init__(peers, posting_of("nccl", 1))
-        self._device = device
+        self._device, self._posted = device, posted
+        self._held: dict[Channel, _HeldSend] = {}
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()
 
@@ -44,9 +56,32 @@ class NcclMessages(TorchMessages):
             stream = self._stream(channel)
             stream.wait_event(free)
             with torch.cuda.stream(stream):
-                return TorchMessages.receive(self, channel, values)
+                found = TorchMessages.receive(self, channel, values)
+            if self._posted is not None:
+                self._posted.tell(channel)
+            return found
 
         return _LateReceive(post)
+
+    def send(self, channel: Channel, values: Tensor) -> Request:
+        """See Messages."""
+        receive, before = None if self._posted is None else self._posted.next(channel), self._held.get(channel)
+        # Messages keep their order.
+        if receive is None and (before is None or before.is_posted()):
+            return TorchMessages.send(self, channel, values)
+        computed = torch.cuda.current_stream().record_event()
+        held = self._held[channel] = _HeldSend()
+
+        def post() -> None:
+            if receive is not None:
+                receive()
+            stream = self._stream(channel)
+            stream.wait_event(computed)
+            with torch.cuda.stream(stream):
+                held.work = TorchMessages.send(self, channel, values)
+
+        held.posted = self._arrivals.watch(channel, post)
+        return held
 
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""
@@ -59,7 +94,7 @@ class NcclMessages(TorchMessages):
         return event.synchronize
 
     def _stream(self, channel: Channel) -> torch.cuda.Stream:
-        """Return the stream on which a channel's receives are posted."""
+        """Return the stream on which a channel's receives, and its sends that are held, are posted."""
         if channel not in self._streams:
             self._streams[channel] = torch.cuda.Stream(self._device)
         return self._streams[channel]
@@ -93,3 +128,20 @@ class _LateReceive:
     def _posted(self) -> Request:
         self._request = self._request or self._post()
         return self._request
+
+
+class _HeldSend:
+    """A send that a thread posts. posted: completes when it has. work: the send, from then on."""
+
+    posted: "Future[None]"
+    work: Request
+
+    def is_posted(self) -> bool:
+        return self.posted.done()
+
+    def is_completed(self) -> bool:
+        return self.posted.done() and self.work.is_completed()
+
+    def wait(self) -> None:
+        self.posted.result()
+        self.work.wait()

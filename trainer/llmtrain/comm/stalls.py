@@ -17,16 +17,20 @@ class StreamStalls:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._open: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds, self._lock = 0.0, threading.Lock()
+        self._thread = threading.get_ident()
 
     def timed(self, wait: Callable[[], T]) -> T:
-        """Return the result of `wait`, which makes the stream, or the host that fills it, wait. The wait of another
-        stream, in which the computation has no part, is not measured."""
-        if self._stream is None or torch.cuda.current_stream() != self._stream:
+        """Return the result of `wait`, which makes the stream, or the thread that fills it, wait. Where another thread
+        lets another stream wait, nothing is measured."""
+        if self._stream is None:
+            return wait()
+        # Autograd computes in a thread of its own, on the stream of the forward pass.
+        if threading.get_ident() != self._thread and torch.cuda.current_stream() != self._stream:
             return wait()
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
+        before.record(self._stream)
         result = wait()
-        after.record()
+        after.record(self._stream)
         with self._lock:
             self._open.append((before, after))
         return result

@@ -1,13 +1,17 @@
 """From a plan to the executor of this rank's pipeline stages."""
 
+from collections.abc import Mapping
+
 import torch
 
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.backend import messages_of
 from llmtrain.comm.decisions import FirstRankDecides, OwnDecision
+from llmtrain.comm.device import is_cpu
 from llmtrain.comm.messages import Channel, Messages
 from llmtrain.comm.messages_mpi import MpiMessages
+from llmtrain.comm.posted_receives import PostedReceives
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.subgroups import join_group, make_groups
 from llmtrain.model.dtypes import DTYPES
@@ -104,4 +108,12 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
     if over_mpi and schedule.ranks > 1:
         return MpiMessages(peers, schedule.stages, ranks.layout.world, ranks.device, ahead)
     joined = {channel: (group, peers[channel]) for channel, group in groups.items() if group is not None}
-    return messages_of(joined, ranks.device, ranks.node, ahead, boundary_bytes(plan))
+    return messages_of(joined, ranks.device, ranks.node, ahead, boundary_bytes(plan), _posted(plan, ranks, peers))
+
+
+def _posted(plan: Plan, ranks: Ranks, peers: Mapping[Channel, int]) -> PostedReceives | None:
+    """Return what tells the ranks of other stages of the receives that a GPU posts in its first evaluation and step."""
+    if is_cpu(ranks.device) or ranks.store is None or ranks.links.timeout is None or not peers:
+        return None
+    batches = 1 + (plan.training.eval_batches if plan.training.eval_every else 0)
+    return PostedReceives(ranks.store, ranks.rank, peers, batches * plan.batch.microbatches, ranks.links.timeout)

@@ -57,7 +57,11 @@ def measure(passes: Passes, inputs: Sequence[Tensor], moving: Callable[[], objec
     """Return whether passes of a block are faster if they are compiled, and a sentence about it. They are compiled only
     if the host launches them for half of the time that they take, or longer. inputs: the block's input, and its
     parameters. moving: called between the parts."""
-    plain = _timed(passes, inputs)
+    try:
+        plain = _timed(passes, inputs)
+    except RuntimeError as error:
+        # The run may still fit where this does not.
+        return False, f"a block cannot be timed here: {_first_line(error)}"
     moving()
     found = f"a block's passes take {plain.seconds * 1e3:.2f} ms, and {plain.launching * 1e3:.2f} ms to launch"
     if plain.launching < BUSY * plain.seconds:
@@ -66,11 +70,15 @@ def measure(passes: Passes, inputs: Sequence[Tensor], moving: Callable[[], objec
         compiled = _timed(torch.compile(passes, dynamic=False), inputs)
     except Exception as error:
         # Whatever the compiler lacks on this machine, the run does not need it.
-        return False, f"{found}; torch.compile fails here: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return False, f"{found}; torch.compile fails here: {_first_line(error)}"
     finally:
         # What was compiled for this block is no part of the run; what is on disk stays.
         torch.compiler.reset()
     return compiled.seconds < plain.seconds, f"{found}; compiled, {compiled.seconds * 1e3:.2f} ms"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _passes(plan: Plan, device: torch.device) -> tuple[Passes, list[Tensor]]:
