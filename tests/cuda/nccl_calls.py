@@ -39,7 +39,9 @@ class Group:
     pools: list[Pool] = field(default_factory=list)
 
     def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(mem_allocator=None, register_mem_pool=self.pools.append)
+        return SimpleNamespace(
+            mem_allocator=None, register_mem_pool=self.pools.append, deregister_mem_pool=self.pools.remove
+        )
 
     def rank(self) -> int:
         """See torch."""

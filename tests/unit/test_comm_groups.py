@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import ranks
-from llmtrain.comm.groups import MESSAGE_CTAS, group_options
+from llmtrain.comm.groups import ALWAYS, group_options
+from llmtrain.plan.collective_buffers import MESSAGE_CTAS
 
 MINUTE = timedelta(minutes=1)
 
@@ -32,16 +33,16 @@ def test_groups_have_the_timeout_that_torch_is_given(nccl: None) -> None:
 
 
 def test_messages_between_stages_take_few_ctas(nccl: None) -> None:
-    config = group_options("nccl", None, None, MINUTE, messages=True).config
+    config = group_options("nccl", None, None, MINUTE, MESSAGE_CTAS).config
     assert (config.min_ctas, config.max_ctas) == (1, MESSAGE_CTAS)
 
 
 def test_other_backends_have_no_options() -> None:
-    assert group_options("gloo", None, None, MINUTE, messages=True) is None
+    assert group_options("gloo", None, None, MINUTE, MESSAGE_CTAS) is None
 
 
 def test_the_group_of_all_ranks_has_one_timeout(nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch warns on every rank where the options and the group differ."""
+    """Torch warns on every rank where the options and the group differ. A job may be suspended for days."""
     given = dict[str, Any]()
     monkeypatch.setattr(ranks, "device_of", lambda local: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -49,4 +50,4 @@ def test_the_group_of_all_ranks_has_one_timeout(nccl: None, monkeypatch: pytest.
     monkeypatch.setattr(ranks, "Watchdog", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     ranks.connect(Layout({Axis.DATA: 2}), timeout=MINUTE)
-    assert given["timeout"] == given["pg_options"]._timeout == 2 * MINUTE
+    assert given["timeout"] == given["pg_options"]._timeout == ALWAYS

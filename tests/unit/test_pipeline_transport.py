@@ -275,7 +275,7 @@ def test_a_run_posts_as_many_as_its_schedule_has_under_way(
     schedule: ScheduleName, chunks: int, limit: int | str, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[tuple[int, ...]] = []
-    monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members, messages: None)
+    monkeypatch.setattr(build_pipeline, "join_group", lambda ranks, members, ctas: None)
     monkeypatch.setattr(build_pipeline, "messages_of", lambda peers, device, node, *sizes: given.append(sizes[:2]))
     keys = {"schedule": schedule, "chunks": chunks, "limit": limit}
     facts = Facts(world=4, device="cpu", ranks_per_node=4)

@@ -13,12 +13,13 @@ import pytest
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.launch.slurm.config import Site
+from llmtrain.plan.collective_buffers import CTAS, LANE_CTAS
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.activations import live_activations
-from llmtrain.plan.memory.device_overhead import CPU, GPU
+from llmtrain.plan.memory.device_overhead import CPU, GPU, MIB
 from llmtrain.plan.memory.memory_budget import Budget, memory_budget
 from llmtrain.plan.memory.temporaries import gradient_bytes, loss_bytes
-from llmtrain.plan.per_rank.process_groups import group_sizes
+from llmtrain.plan.per_rank.process_groups import connections, group_sizes
 from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.per_rank.states import role_states
 from llmtrain.plan.plan import Plan
@@ -138,6 +139,7 @@ def test_parts_of_a_budget() -> None:
         passing = live_activations(plan, row.role.rank), temporaries
         groups, programs = group_sizes(plan, row.role.pipeline), Programs(ProgramSpec.of(plan, row.role.rank))
         program = programs.step
+        exchanged = 12 * MIB * connections(plan, row.role.pipeline)
         assert program.weights > 0
         assert row.device == {
             "weights": states.weights,
@@ -154,7 +156,7 @@ def test_parts_of_a_budget() -> None:
             "activations": passing[0],
             "temporaries": passing[1],
             "context": GPU.context,
-            "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups),
+            "communicators": sum(GPU.pair if size == 2 else GPU.group for size in groups) + exchanged,
             "fragmentation": int(0.15 * sum(passing)),
         }
     assert budget.limit is None
@@ -230,9 +232,33 @@ def test_process_groups(keys: tuple[str, ...], pipeline: int, sizes: list[int]) 
     assert group_sizes(plan, pipeline) == sizes
 
 
+FP32, SEQUENCE = "precision.compute=fp32", "parallel.sequence=true"
+
+
+@pytest.mark.parametrize(
+    ("keys", "lanes", "layers"),
+    [
+        ((), 3, 0),
+        ((FP32,), 0, 0),
+        ((FP32, "quantize.gradients=int4"), 3, 0),
+        (("parallel.tensor=2",), 1, 0),
+        (("parallel.tensor=2", SEQUENCE), 1, 1),
+        (("parallel.tensor=2", SEQUENCE, FP32), 0, 0),
+        (("parallel.tensor=4", SEQUENCE), 0, 3),
+        (("parallel.tensor=8", SEQUENCE), 0, 3),
+        (("parallel.pipeline=2",), 3, 0),
+    ],
+)
+def test_connections_of_all_to_alls(keys: tuple[str, ...], lanes: int, layers: int) -> None:
+    """To the other ranks of a node, of which there are four."""
+    plan, _ = made("precision.compute=bf16", *keys, cluster(None, ranks=4))
+    assert connections(plan, 0) == LANE_CTAS * lanes + CTAS * layers
+
+
 def test_one_rank_has_no_groups() -> None:
     plan, budget = made(ranks=1)
     assert group_sizes(plan, 0) == []
+    assert connections(plan, 0) == 0
     assert budget.rows[0].device["communicators"] == 0
 
 

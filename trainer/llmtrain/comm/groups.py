@@ -13,10 +13,9 @@ from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.nic import nccl_net
 from llmtrain.errors import BadInputError
 
-MESSAGE_CTAS = 4
-"""The most CTAs of a message between pipeline stages. A receive that is posted ahead occupies them until its message
-arrives, beside the computation. NCCL's own choice is up to 32 of the 132 multiprocessors of an H100. Not yet measured
-on a GPU."""
+ALWAYS = timedelta(days=30)
+"""The timeout of a run's NCCL groups. After a job was suspended, torch would find that operations have taken too long;
+the watchdog knows better, and ends runs that hang."""
 
 # gloo reads it whenever it makes a group.
 _GLOO_CARD = "GLOO_SOCKET_IFNAME"
@@ -24,12 +23,11 @@ _GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 def group_over(
     cluster: Cluster | None, card: Nic | None, groups: Sequence[Sequence[int]], backend: str | None = None,
-    timeout: timedelta | None = None, messages: bool = False,
+    timeout: timedelta | None = None, ctas: int | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
     """Make process groups as `join_group` does; this rank's group uses `card`, or the backend's choice if it is None.
 
-    timeout: of making the groups and of all operations in them; None for torch's default. messages: see
-    `group_options`.
+    timeout: of making the groups and of all operations in them; None for torch's default. ctas: see `group_options`.
     """
     backend = backend or dist.get_backend()
     with gloo_over(card):
@@ -37,7 +35,7 @@ def group_over(
             [list(members) for members in groups],
             timeout=timeout,
             backend=backend,
-            pg_options=group_options(backend, cluster, card, timeout, messages),
+            pg_options=group_options(backend, cluster, card, timeout, ctas),
         )
     return group
 
@@ -67,21 +65,21 @@ def gloo_over(card: Nic | None) -> Iterator[None]:
 
 
 def group_options(
-    backend: str, cluster: Cluster | None, card: Nic | None, timeout: timedelta | None = None, messages: bool = False
+    backend: str, cluster: Cluster | None, card: Nic | None, timeout: timedelta | None = None, ctas: int | None = None
 ) -> Any:
     """Return torch's options for a group that uses `card`, None for the defaults.
 
     NCCL's own streams come before the computation's. It takes a network for each communicator, but reads its socket
     interfaces once per process; `connect` sets them. timeout: that of the group; torch warns where they differ.
-    messages: whether the group carries messages between pipeline stages, which take few CTAs.
+    ctas: the most that a kernel takes; None for NCCL's choice.
     """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout
-    if messages:
-        options.config.min_ctas, options.config.max_ctas = 1, MESSAGE_CTAS
+    if ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, ctas
     if (net := nccl_net(cluster, card)) is not None:
         # torch's type stubs lack this field.
         options.config.net_name = net  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
-from llmtrain.comm.groups import gloo_over, group_options
+from llmtrain.comm.groups import ALWAYS, gloo_over, group_options
 from llmtrain.comm.registered_memory import RegisteredMemory
 from llmtrain.comm.watchdog import CONNECTING, Watchdog
 from llmtrain.errors import RunFailedError
@@ -209,14 +209,15 @@ def connect(
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
     # Longer than the watchdog's timeout, as the watchdog says why the run ends.
     patience = 2 * timeout
+    operations = ALWAYS if backend == "nccl" else patience
     with gloo_over(card):
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
             world_size=layout.world,
-            timeout=patience,
-            pg_options=group_options(backend, cluster, card, patience),
+            timeout=operations,
+            pg_options=group_options(backend, cluster, card, operations),
             # NCCL then connects now, and not in the first step.
             device_id=device if backend == "nccl" else None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmtrain.comm.device import synchronize
 from llmtrain.errors import RunFailedError
 
 
@@ -25,6 +26,7 @@ class RegisteredMemory:
                 "H100 and later); leave it out"
             ) from None
         self._pool = torch.cuda.MemPool(allocator)
+        self._groups: list[dist.ProcessGroup] = []
 
     def allocating(self) -> AbstractContextManager[None]:
         """Let what this thread allocates on the GPU inside the block lie in this memory."""
@@ -34,6 +36,15 @@ class RegisteredMemory:
         """Register the memory with the communicators of groups."""
         for group in groups:
             self._backend(group).register_mem_pool(self._pool)
+            self._groups.append(group)
+
+    def deregister(self) -> None:
+        """Take the memory from the communicators, before these end: memory that is freed while an ended one has it
+        raises an error in the allocator."""
+        synchronize(self._device)
+        for group in self._groups:
+            self._backend(group).deregister_mem_pool(self._pool)
+        self._groups.clear()
 
     def _backend(self, group: dist.ProcessGroup) -> Any:
         backend = group._get_backend(self._device)

@@ -17,6 +17,19 @@ ONE_ROUND = 2**20
 """Up to this many bytes per rank, the ranks of an all-reduce over gloo send each other their full tensors. gloo's ring
 sends less, but in many messages that wait for each other: small tensors take two to four times as long."""
 
+MESSAGE_CTAS = 4
+"""The most CTAs of a message between pipeline stages. A receive that is posted ahead occupies them until its message
+arrives, beside the computation."""
+
+LANE_CTAS = 16
+"""The most CTAs of a gather or a reduction of model states, which run beside the computation and beside each other.
+NCCL's own choice is up to 32 of the 132 multiprocessors of an H100. Kernels that wait for other ranks have to fit a GPU
+at the same time, as CUDA promises no turns (NCCL user guide, "Using multiple NCCL communicators concurrently"). Neither
+limit is measured on a GPU yet."""
+
+CTAS = 32
+"""NCCL's own choice, at most."""
+
 COLLECTIVE_SLOT_BYTES = 8 << 20
 """Most bytes of a shared-memory slot: what a rank passes to the others in one round."""
 

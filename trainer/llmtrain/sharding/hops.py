@@ -13,6 +13,7 @@ from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import Stream, new_stream
 from llmtrain.comm.subgroups import make_groups
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.collective_buffers import LANE_CTAS
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.transfers import Lane
 from llmtrain.plan.program.workspaces import LaneBuffers, flat_order, lanes_of
@@ -110,7 +111,7 @@ def make_hops(ranks: Ranks, placement: Placement, lanes: LaneBuffers) -> Hops:
         flat = lane.kind == "flat"
         groups = [[line[place] for place in group] for line in lines for group in level.groups(placement.degrees.ranks)]
         order = flat_order(placement) if flat else range(level.radix)
-        collectives = ranks.collectives(make_groups(ranks, groups), lanes[lane], order)
+        collectives = ranks.collectives(make_groups(ranks, groups, ctas=LANE_CTAS), lanes[lane], order)
         name = "gather" if flat else lane.kind
         # The level's tier is one along the axes, and the same for all groups.
         own = next(group for group in groups if ranks.rank in group)

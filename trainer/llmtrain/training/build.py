@@ -72,6 +72,8 @@ class Assembly:
     def close(self) -> None:
         """Wait for pending work and leave the process groups."""
         self.executor.close()
+        if self.registered is not None:
+            self.registered.deregister()
         self.engine.close()
         self.mesh.close()
         self.offloaded.close()

@@ -23,6 +23,7 @@ from llmtrain.parallel.pipeline.stage import Stage
 from llmtrain.parallel.pipeline.stage_links import ShapeOf, StageLinks, channels
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.weight_gradients import WeightGradientQueue
+from llmtrain.plan.collective_buffers import MESSAGE_CTAS
 from llmtrain.plan.per_rank.message_buffers import messages_ahead
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.plan import Plan
@@ -101,7 +102,7 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
         ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
         # Every rank takes part in making every group, in the same order.
         if not over_mpi:
-            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines], messages=True)
+            groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines], ctas=MESSAGE_CTAS)
         if ranks.rank in (own[ends[0]], own[ends[1]]):
             peers[channel] = own[ends[1]] if own[ends[0]] == ranks.rank else own[ends[0]]
     ahead = messages_ahead(plan)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from llmtrain.plan.facts import Device
-from llmtrain.plan.per_rank.process_groups import group_sizes
+from llmtrain.plan.per_rank.process_groups import connections, group_sizes
 from llmtrain.plan.plan import Plan
 
 MIB = 2**20
@@ -15,6 +15,7 @@ class DeviceOverhead:
 
     context: the process's context. recomputation: what it has more where blocks are recomputed. process: what it takes
     in the host's memory if it computes on a GPU. pair, group: buffers of a communicator of two, and of more, ranks.
+    connection: of an all-to-all, for each channel to each other rank of the node.
     fragmentation: memory that the allocator cannot use, as a share of the tensors that come and go in a step. Those
     that last as long as the run (model states, buffers) are allocated once and leave no gaps.
     """
@@ -24,17 +25,20 @@ class DeviceOverhead:
     process: int
     pair: int
     group: int
+    connection: int
     fragmentation: float
 
 
-GPU = DeviceOverhead(512 * MIB, 0, 1700 * MIB, 544 * MIB, 688 * MIB, 0.15)
+GPU = DeviceOverhead(512 * MIB, 0, 1700 * MIB, 544 * MIB, 688 * MIB, 12 * MIB, 0.15)
 """Context: 300 MB of CUDA with lazily loaded kernels (pytorch/pytorch, issue 107667), rounded up for the kernels that a
 run loads and cuBLAS's workspaces. Process: the resident memory of a rank of a tiny model on an H200 (1.77 GB), mostly
-libraries of torch and CUDA. Communicators: NCCL on A100 with NVLink (NVIDIA/nccl, issue 964); NCCL allocates as
-much for each communicator, whatever the number of nodes (issue 864). Fragmentation: the mean of eight language models
-in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures hold."""
+libraries of torch and CUDA. Communicators: NCCL on A100 with NVLink (NVIDIA/nccl, issue 964); NCCL allocates as much
+for each communicator, whatever the number of nodes (issue 864). Connections: NCCL on 8 H100s, which has two buffers for
+each, and 32 channels by default (issue 1685: 3.3 GB for a first all-to-all). Fragmentation: the mean of eight language
+models in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures
+hold."""
 
-CPU = DeviceOverhead(288 * MIB, 144 * MIB, 0, 0, 0, 0.0)
+CPU = DeviceOverhead(288 * MIB, 144 * MIB, 0, 0, 0, 0, 0.0)
 """Context: the resident memory of a rank of a tiny model, mostly torch's libraries, as `test_plan_budget.py` measures
 it; torch.compile takes more. Recomputation: torch.utils.checkpoint imports the modules of torch.compile. gloo's buffers
 are negligible, and glibc gives large blocks back to the system."""
@@ -47,4 +51,5 @@ def overhead_of(device: Device) -> DeviceOverhead:
 
 def communicator_bytes(plan: Plan, pipeline: int, overhead: DeviceOverhead) -> int:
     """Return the bytes of the communicators of a rank at a place along the pipeline axis."""
-    return sum(overhead.pair if size == 2 else overhead.group for size in group_sizes(plan, pipeline))
+    communicators = sum(overhead.pair if size == 2 else overhead.group for size in group_sizes(plan, pipeline))
+    return communicators + overhead.connection * connections(plan, pipeline)

@@ -1,12 +1,15 @@
 """The process groups that a rank joins, as the runtime makes them. No torch in here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.tiers import node_ranks
+from llmtrain.plan.collective_buffers import CTAS, LANE_CTAS
 from llmtrain.plan.per_rank.replica_groups import replica_groups
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.program.transfers import Lane, lane_members
 
 
 def group_sizes(plan: Plan, pipeline: int) -> list[int]:
@@ -18,6 +21,28 @@ def group_sizes(plan: Plan, pipeline: int) -> list[int]:
     messages = [2 for _ in _channels(plan.pipeline.schedule, pipeline) if plan.pipeline.transport == "torch"]
     rank = plan.grid.group_of(0, Axis.PIPELINE)[pipeline]
     return [*world, *sharding, *tensor, *messages, *map(len, replica_groups(plan, rank).values())]
+
+
+def connections(plan: Plan, pipeline: int) -> int:
+    """Return the channels of all connections that NCCL's all-to-alls make between a rank and the others of its node:
+    sums of gradients that are not sent in fp32, and of layers whose tokens tensor-parallel ranks share. pipeline: the
+    rank's place along the pipeline axis."""
+    rank, packed = plan.grid.group_of(0, Axis.PIPELINE)[pipeline], bool(plan.sharding.quantization.gradients)
+    found = 0
+    if plan.compute != "fp32" or packed:
+        for placement in dict.fromkeys(plan.sharding.placements.values()):
+            for level in placement.levels:
+                lane = Lane("reduce", placement.axes, level.span)
+                found += LANE_CTAS * _in_node(plan, rank, lane_members(plan.grid, rank, placement, lane))
+    if plan.compute != "fp32" and plan.sequence_parallel:
+        found += CTAS * _in_node(plan, rank, plan.grid.group_of(rank, Axis.TENSOR))
+    return found
+
+
+def _in_node(plan: Plan, rank: int, members: Sequence[int]) -> int:
+    """Return how many of a group's other ranks are in the node of a rank."""
+    node = node_ranks(plan.tiers)
+    return sum(one // node == rank // node for one in members) - 1
 
 
 def _of_placement(placement: Placement) -> Iterator[int]:
