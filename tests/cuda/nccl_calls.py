@@ -30,17 +30,19 @@ class Call:
 
 @dataclass(eq=False)
 class Group:
-    """A communicator, from the view of one of its ranks. name: the same on all of them."""
+    """A communicator, from the view of one of its ranks. name: the same on all of them. pools: of registered memory.
+    left: those that were deregistered."""
 
     name: str
     members: Sequence[int]
     own: int
     calls: list[Call] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
+    left: list[Pool] = field(default_factory=list)
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(
-            mem_allocator=None, register_mem_pool=self.pools.append, deregister_mem_pool=self.pools.remove
+            mem_allocator=None, register_mem_pool=self.pools.append, deregister_mem_pool=self.left.append
         )
 
     def rank(self) -> int:

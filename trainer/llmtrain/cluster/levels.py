@@ -45,10 +45,14 @@ class Level:
         """This level's digit of `place`."""
         return place // self.stride % self.radix
 
+    def members(self, place: int) -> range:
+        """The places that differ from `place` only in this digit, and itself."""
+        first = place - self.digit(place) * self.stride
+        return range(first, first + self.span, self.stride)
+
     def groups(self, ranks: int) -> list[list[int]]:
         """Every group of places below `ranks` that differ only in this digit, in the order of the digit."""
-        first = [place for place in range(ranks) if self.digit(place) == 0]
-        return [[place + digit * self.stride for digit in range(self.radix)] for place in first]
+        return [list(self.members(place)) for place in range(ranks) if self.digit(place) == 0]
 
 
 def levels_of(degrees: Degrees, tiers: Sequence[Tier]) -> tuple[Level, ...]:

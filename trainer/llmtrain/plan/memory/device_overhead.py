@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 MIB = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeviceOverhead:
     """Bytes that one rank takes on its device before it allocates a tensor, and the share that it loses.
 
@@ -29,7 +29,15 @@ class DeviceOverhead:
     fragmentation: float
 
 
-GPU = DeviceOverhead(512 * MIB, 0, 1700 * MIB, 544 * MIB, 688 * MIB, 12 * MIB, 0.15)
+GPU = DeviceOverhead(
+    context=512 * MIB,
+    recomputation=0,
+    process=1700 * MIB,
+    pair=544 * MIB,
+    group=688 * MIB,
+    connection=12 * MIB,
+    fragmentation=0.15,
+)
 """Context: 300 MB of CUDA with lazily loaded kernels (pytorch/pytorch, issue 107667), rounded up for the kernels that a
 run loads and cuBLAS's workspaces. Process: the resident memory of a rank of a tiny model on an H200 (1.77 GB), mostly
 libraries of torch and CUDA. Communicators: NCCL on A100 with NVLink (NVIDIA/nccl, issue 964); NCCL allocates as much
@@ -38,7 +46,9 @@ each, and 32 channels by default (issue 1685: 3.3 GB for a first all-to-all). Fr
 models in GMLake (Guo et al. 2024, section 5). Nothing is published for AMD; RCCL is NCCL's code, so the same figures
 hold."""
 
-CPU = DeviceOverhead(288 * MIB, 144 * MIB, 0, 0, 0, 0, 0.0)
+CPU = DeviceOverhead(
+    context=288 * MIB, recomputation=144 * MIB, process=0, pair=0, group=0, connection=0, fragmentation=0.0
+)
 """Context: the resident memory of a rank of a tiny model, mostly torch's libraries, as `test_plan_budget.py` measures
 it; torch.compile takes more. Recomputation: torch.utils.checkpoint imports the modules of torch.compile. gloo's buffers
 are negligible, and glibc gives large blocks back to the system."""

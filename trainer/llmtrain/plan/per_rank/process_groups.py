@@ -9,7 +9,6 @@ from llmtrain.plan.per_rank.replica_groups import replica_groups
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.program.transfers import Lane, lane_members
 
 
 def group_sizes(plan: Plan, pipeline: int) -> list[int]:
@@ -31,9 +30,9 @@ def connections(plan: Plan, pipeline: int) -> int:
     found = 0
     if plan.compute != "fp32" or packed:
         for placement in dict.fromkeys(plan.sharding.placements.values()):
+            line, place = plan.grid.group_of(rank, *placement.axes), plan.grid.coordinate(rank, *placement.axes)
             for level in placement.levels:
-                lane = Lane("reduce", placement.axes, level.span)
-                found += LANE_CTAS * _in_node(plan, rank, lane_members(plan.grid, rank, placement, lane))
+                found += LANE_CTAS * _in_node(plan, rank, [line[other] for other in level.members(place)])
     if plan.compute != "fp32" and plan.sequence_parallel:
         found += CTAS * _in_node(plan, rank, plan.grid.group_of(rank, Axis.TENSOR))
     return found

@@ -183,9 +183,7 @@ def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
 def lane_members(grid: Layout, rank: int, placement: Placement, lane: Lane) -> tuple[int, ...]:
     """Return the ranks of a lane's group that `rank` is in, which differ in one digit of their place."""
     line, place = grid.group_of(rank, *placement.axes), grid.coordinate(rank, *placement.axes)
-    level = _level(placement, lane)
-    first = place - level.digit(place) * level.stride
-    return tuple(line[first + digit * level.stride] for digit in range(level.radix))
+    return tuple(line[other] for other in _level(placement, lane).members(place))
 
 
 def _level(placement: Placement, lane: Lane) -> Level:
