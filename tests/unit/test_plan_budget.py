@@ -255,6 +255,13 @@ def test_connections_of_all_to_alls(keys: tuple[str, ...], lanes: int, layers: i
     assert connections(plan, 0) == LANE_CTAS * lanes + CTAS * layers
 
 
+def test_messages_between_stages_take_few_buffers() -> None:
+    """A rank in the middle of a line has four channels, and a group of all ranks."""
+    _, budget = made(FP32, "parallel.pipeline=4", cluster(None, ranks=4), ranks=4)
+    middle = next(row for row in budget.rows if row.role.pipeline == 1)
+    assert middle.device["communicators"] == GPU.group + 4 * GPU.message
+
+
 def test_one_rank_has_no_groups() -> None:
     plan, budget = made(ranks=1)
     assert group_sizes(plan, 0) == []

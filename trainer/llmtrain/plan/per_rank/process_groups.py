@@ -17,9 +17,14 @@ def group_sizes(plan: Plan, pipeline: int) -> list[int]:
     world = [plan.grid.world] if plan.grid.world > 1 else []
     sharding = (size for one in dict.fromkeys(plan.sharding.placements.values()) for size in _of_placement(one))
     tensor = [degree] if (degree := plan.grid.degree(Axis.TENSOR)) > 1 else []
-    messages = [2 for _ in _channels(plan.pipeline.schedule, pipeline) if plan.pipeline.transport == "torch"]
+    messages = [2] * message_groups(plan, pipeline)
     rank = plan.grid.group_of(0, Axis.PIPELINE)[pipeline]
     return [*world, *sharding, *tensor, *messages, *map(len, replica_groups(plan, rank).values())]
+
+
+def message_groups(plan: Plan, pipeline: int) -> int:
+    """Return how many of them carry messages between pipeline stages: one for each channel."""
+    return len(list(_channels(plan.pipeline.schedule, pipeline))) if plan.pipeline.transport == "torch" else 0
 
 
 def connections(plan: Plan, pipeline: int) -> int:
