@@ -87,10 +87,11 @@ def test_no_advice_that_does_not_help(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("stated", [(), ("zero.stage=3",), ("zero.stage=3", "parallel.data=8")], ids=" ".join)
 def test_more_ranks_where_they_help(stated: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """With the memory that 16 ranks need, and a host without room for states."""
-    keys = (*LARGE, "train.microbatch=1", "activation_checkpointing=full", "checkpoint.async=false", "model.heads=1")
+    """With the memory that 16 ranks need, a host without room for states, and too few layers for a long pipeline."""
+    whole = ("train.microbatch=1", "activation_checkpointing=full", "checkpoint.async=false")
+    keys = (*LARGE, "model.layers=7", "model.heads=1", *whole)
     _, budget = made(*keys, "zero.stage=3", cluster(None), ranks=16)
-    memory = (cluster(budget.fullest.total), f"cluster.node.host.memory={8 * budget.host}B", "model.layers=16")
+    memory = (cluster(budget.fullest.total), f"cluster.node.host.memory={8 * budget.host}B")
     code, _, error = planned(capsys, *keys, *stated, *memory, "--ranks", "8")
     assert code == 2
     advised = re.search(r"so take (\d+) ranks(?: with (.*))?, or a smaller model \(--force", error)
