@@ -40,6 +40,7 @@ def test_what_ranks_send_is_registered(case: str, answer: Answer) -> None:
     """With the communicators of all gathers and reductions."""
     found = answer("cases", case)
     assert found["registered"] > 0
+    assert found["left"]
     assert found["unregistered"] == []
 
 

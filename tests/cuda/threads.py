@@ -109,6 +109,10 @@ class Future:
             self._machine.clocks.learn(self._machine.thread, self._result[0][1])
         return bool(self._result)
 
+    def exception(self) -> BaseException | None:
+        """See Python's library. It is done."""
+        return self._result[0][0]
+
     def result(self) -> None:
         """See Python's library."""
         self._machine.until(lambda: bool(self._result))

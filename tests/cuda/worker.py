@@ -49,6 +49,7 @@ def found_in(case: Case) -> dict[str, Any]:
                 if not call.registered
             }
         ),
+        "left": all(group.left == group.pools for each in groups for group in each),
         "registered": sum(bool(group.pools) for each in groups for group in each),
         "calls": sum(len(group.calls) for each in groups for group in each),
         "disagreements": disagreements(groups),

@@ -34,3 +34,6 @@ def test_registered_memory_is_used(alone: dist.ProcessGroup) -> None:
     assert bool((x == 1).all())
     # What follows lies elsewhere.
     assert torch.ones(2**20, device="cuda").data_ptr() != x.data_ptr()
+    memory.deregister()
+    dist.all_reduce(x)
+    assert bool((x == 1).all())

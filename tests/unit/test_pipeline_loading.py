@@ -68,8 +68,11 @@ class Step:
         return all(at == len(own) for at, own in zip(self.at, self.acts, strict=True))
 
     def _goes_on(self, rank: int) -> bool:
-        """Only a load waits: until all that its GPU has is over."""
+        """A load waits until all that its GPU has is over. Who asks for a gradient releases its activation, so that one
+        must be posted."""
         own, at = self.acts[rank], self.at[rank]
+        if self.held and own[at].what == "receive" and (asked := own[at].message) and asked.source > asked.target:
+            return self._is_passed(Act("receive", Message(asked.target, asked.source, asked.microbatch)))
         return own[at].what != "load" or all(
             act.message is None or act.message in self.over or not self._on_gpu(act) for act in own[:at]
         )

@@ -168,6 +168,22 @@ def test_nccl_holds_the_first_sends_until_their_receives_are_posted(
     assert store.num_keys() == 0
 
 
+def test_nccl_sends_nothing_after_a_send_that_failed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver would take the second message for the first. Who waits hears of the error."""
+    calls, cpu = list[int](), torch.device("cpu")
+    monkeypatch.setattr(dist, "isend", lambda values, peer, group: calls.append(values.numel()))
+    sender = PostedReceives(dist.HashStore(), 0, {CHANNEL: 1}, told=1, patience=timedelta(milliseconds=1))
+    messages = NcclMessages({CHANNEL: (None, 1)}, cpu, sender)  # type: ignore[dict-item]
+    sends = [messages.send(CHANNEL, torch.zeros(number)) for number in (1, 2)]
+    for send in sends:
+        with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+            send.wait()
+        assert send.is_completed()
+    with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+        messages.send(CHANNEL, torch.zeros(3)).wait()
+    assert calls == []
+
+
 @pytest.mark.parametrize(("posting", "early"), [(posting_of("nccl", 1), 0), (posting_of("gloo", 3), 1)])
 def test_nccl_looks_for_no_message_that_nobody_asks_for(
     posting: Posting, early: int, posted: list[Message], monkeypatch: pytest.MonkeyPatch

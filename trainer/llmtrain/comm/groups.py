@@ -13,9 +13,9 @@ from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.nic import nccl_net
 from llmtrain.errors import BadInputError
 
-ALWAYS = timedelta(days=30)
-"""The timeout of a run's NCCL groups. After a job was suspended, torch would find that operations have taken too long;
-the watchdog knows better, and ends runs that hang."""
+ALWAYS = timedelta(days=20)
+"""The timeout of a run's NCCL groups, in milliseconds within an int32. After a job was suspended, torch would find that
+operations have taken too long; the watchdog knows better, and ends runs that hang."""
 
 # gloo reads it whenever it makes a group.
 _GLOO_CARD = "GLOO_SOCKET_IFNAME"

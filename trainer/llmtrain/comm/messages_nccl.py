@@ -68,11 +68,15 @@ class NcclMessages(TorchMessages):
         receive, before = None if self._posted is None else self._posted.next(channel), self._held.get(channel)
         # Messages keep their order.
         if receive is None and (before is None or before.is_posted()):
+            self._held.pop(channel, None)
             return TorchMessages.send(self, channel, values)
         computed = torch.cuda.current_stream().record_event()
         held = self._held[channel] = _HeldSend()
 
         def post() -> None:
+            if before is not None:
+                # After one that has failed, the receiver would take this message for that one.
+                before.posted.result()
             if receive is not None:
                 receive()
             stream = self._stream(channel)
@@ -131,16 +135,18 @@ class _LateReceive:
 
 
 class _HeldSend:
-    """A send that a thread posts. posted: completes when it has. work: the send, from then on."""
+    """A send that a thread posts. posted: completes when it has, or has failed to. work: the send, once it is
+    posted."""
 
     posted: "Future[None]"
     work: Request
 
     def is_posted(self) -> bool:
-        return self.posted.done()
+        return self.posted.done() and self.posted.exception() is None
 
     def is_completed(self) -> bool:
-        return self.posted.done() and self.work.is_completed()
+        # `wait` raises the error of one that has failed.
+        return self.posted.done() and (not self.is_posted() or self.work.is_completed())
 
     def wait(self) -> None:
         self.posted.result()

@@ -16,7 +16,7 @@ class PostedReceives:
         self, store: dist.Store, rank: int, peers: Mapping[Channel, int], told: int, patience: timedelta
     ) -> None:
         """peers: the rank at the other end of each channel. told: the first messages of each channel whose receives
-        are told. patience: how long to wait for one."""
+        are told. patience: how long to wait for one; the watchdog ends a run whose rank is lost before."""
         self._store, self._rank, self._peers, self._told, self._patience = store, rank, peers, told, patience
         # A call that waits would block other users of a connection.
         self._connections = {channel: store.clone() for channel in peers}  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ class TierUsage:
     seconds that the threads which compute and load waited for each volume. to_host, to_device: bytes copied from a GPU
     and to it; 0 on CPUs. compute_waited: seconds that the main thread, which computes or launches what a GPU computes,
     waited for optimizer steps of other threads. gpu_waited: seconds that a GPU, which had computed all before, waited
-    for what came from outside; 0 on CPUs."""
+    for what came from outside, and for its gathers over ranks; 0 on CPUs."""
 
     read: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, int] = field(default_factory=dict)

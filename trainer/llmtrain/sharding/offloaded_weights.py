@@ -36,7 +36,7 @@ class WeightStore(Protocol):
 @dataclass(frozen=True)
 class OffloadedWeights:
     """Where weight shards rest, and the streams on which they come and go. stalls: measures how long the GPU that
-    computes waits for them."""
+    computes waits for them, and for their gathers where several ranks have shards."""
 
     store: WeightStore
     reads: Stream

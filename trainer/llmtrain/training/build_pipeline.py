@@ -8,6 +8,7 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.tiers import tier_between
 from llmtrain.comm.backend import messages_of
 from llmtrain.comm.decisions import FirstRankDecides, OwnDecision
+from llmtrain.comm.groups import ALWAYS
 from llmtrain.comm.messages import Channel, Messages
 from llmtrain.comm.messages_mpi import MpiMessages
 from llmtrain.comm.posted_receives import PostedReceives
@@ -113,7 +114,7 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
 
 def _posted(plan: Plan, ranks: Ranks, peers: Mapping[Channel, int]) -> PostedReceives | None:
     """Return what tells the ranks of other stages of the receives that a GPU posts in its first evaluation and step."""
-    if plan.device == "cpu" or ranks.store is None or ranks.links.timeout is None or not peers:
+    if plan.device == "cpu" or ranks.store is None or not peers:
         return None
     batches = 1 + (plan.training.eval_batches if plan.training.eval_every else 0)
-    return PostedReceives(ranks.store, ranks.rank, peers, batches * plan.batch.microbatches, ranks.links.timeout)
+    return PostedReceives(ranks.store, ranks.rank, peers, batches * plan.batch.microbatches, ALWAYS)
