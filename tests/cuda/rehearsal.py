@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,8 +125,7 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     """Build a rank's part of a run, whose samples are drawn at random, and close it at the end."""
     # Whatever a rank waits for there, another one has written.
     store: Any = SimpleNamespace(set=_nothing, wait=_nothing, delete_key=_nothing, add=_nothing, clone=lambda: store)
-    links = Links(tiers=plan.tiers, store=store, timeout=timedelta(minutes=1))
-    ranks = Ranks(rank, 0, plan.grid, CUDA, links)
+    ranks = Ranks(rank, 0, plan.grid, CUDA, Links(tiers=plan.tiers, store=store))
     parts = build(plan, ranks, lambda calls: None)
     shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
     rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))

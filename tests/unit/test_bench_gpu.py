@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmtrain.comm.device import Gpu
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.resolve.make import make_plan
@@ -18,6 +19,8 @@ from tools.bench import gpu as bench
 from tools.bench import gpu_rank
 from tools.bench.gpu import PARTS, TINY, row, write_recipe
 from tools.bench.table import write_section
+
+MEASURED = {"card": "card", "mfu": None, "planned": 0, "measured": 0}
 
 
 def test_without_a_gpu_one_sentence_says_so(
@@ -61,6 +64,20 @@ def test_what_cuda_reads_is_set_before_it_starts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_rank, "connect", started)
     with pytest.raises(StartedError):
         gpu_rank.measured("none", [], 1, None)
+
+
+def test_what_the_gpu_cannot_hold_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 30 GB: 124M, but not 1B. It is no failure."""
+    ran: list[str] = []
+    monkeypatch.setattr(bench, "gpus", lambda: [Gpu("card", 30 * 10**9, "", "")])
+    monkeypatch.setattr(bench, "run_part", lambda part, *_: {"tokens_per_s": ran.append(part.name) or 1.0} | MEASURED)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--only", "124M", "1B"])
+    with pytest.raises(SystemExit, match="0"):
+        bench.main()
+    assert ran == ["124M"]
+    assert "1B needs 4" in capsys.readouterr().out
 
 
 def test_a_part_that_failed_is_a_row() -> None:
