@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,6 +215,19 @@ def test_a_pipe_holds_the_numbers_of_all_slots() -> None:
     assert os.sysconf("SC_PAGE_SIZE") >= 2 * MOST_SLOTS
     for ring in (ours, theirs):
         ring.pipes.close()
+
+
+def test_a_late_wake_writes_to_no_other_file(tmp_path: Path) -> None:
+    """A thread that waits for other nodes may wake a rank that has closed its messages."""
+    messages = SharedMemoryMessages({})
+    number = messages._wake
+    messages.close()
+    other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
+    os.dup2(other, number)
+    messages.wake()
+    for descriptor in {other, number}:
+        os.close(descriptor)
+    assert not (tmp_path / "other").read_bytes()
 
 
 class Work:

@@ -32,7 +32,7 @@ from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.record import decisions
 from llmtrain.plan.resolve.check import advice
 from llmtrain.plan.resolve.make import make_plan
-from llmtrain.plan.resolve.offload_check import offload_problem, unreserved
+from llmtrain.plan.resolve.offload_check import offload_problem, offload_remarks
 from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.plan.views.view import PlanView, view_recipe
 from llmtrain.recipe.load import load_recipe, parse_recipe
@@ -94,18 +94,26 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.pwritev", refuse)
     said = f"{tmp_path}, where a file has no direct reads and writes (O_DIRECT): Invalid argument; set offload.paths"
     assert said in problem(tmp_path, tmp_path)
-    assert unreserved(planned(tmp_path, *nvme(tmp_path))) == []
+    assert offload_remarks(planned(tmp_path, *nvme(tmp_path))) == []
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_offload_into_the_same_memory(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "offload.optimizer=host", "offload.gradients=none")
+    assert offload_remarks(plan) == [
+        "offload to host saves no memory on CPUs, which compute in the host's memory (offload.optimizer)"
+    ]
+    assert offload_remarks(replace(plan, device="cuda")) == []
 
 
 def test_a_file_system_that_reserves_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(tmp_path, *nvme(tmp_path))
-    assert unreserved(plan) == []
+    assert offload_remarks(plan) == []
     monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: errno.EOPNOTSUPP)
     assert offload_problem(plan, 2) is None
-    (said,) = unreserved(plan)
+    (said,) = offload_remarks(plan)
     assert said.startswith(f"offload.paths has {tmp_path}, whose file system cannot reserve space (fallocate)")
-    assert unreserved(planned(tmp_path)) == []
+    assert offload_remarks(planned(tmp_path)) == []
 
 
 def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_recomputation_takes_memory_of_a_process_on_a_cpu() -> None:
 KEYS = {
     "name": str, "parameters": int, "ranks": int, "grid": dict, "device": str, "accelerator": str, "batch": dict,
     "memory": dict, "sent": list, "least_seconds": dict, "step_threads": type(None), "volumes": list, "moved": dict,
-    "lanes": list, "wires": list, "played": type(None), "save": dict, "unknown_rates": list,
+    "lanes": list, "wires": list, "simulated": type(None), "save": dict, "unknown_rates": list,
     "problem": type(None), "advice": list, "auto": list,
 }  # fmt: skip
 

@@ -120,23 +120,23 @@ def by_hand(
 
 def test_a_simulated_step_equals_one_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     found, sizes = shown(capsys, KNOWN), unit_elements(made(KNOWN))
-    played = found["played"]
-    assert (played["rank"], played["unplayed"]) == (0, None)
-    assert played["moves"] == pytest.approx(by_hand(found, sizes, [0.0] * 4, [0.0] * 4), rel=0.01)
+    simulated = found["simulated"]
+    assert (simulated["rank"], simulated["also_moved"]) == (0, None)
+    assert simulated["moves"] == pytest.approx(by_hand(found, sizes, [0.0] * 4, [0.0] * 4), rel=0.01)
     # Two sequences; products of 2 FLOPs for each element of a matrix, and half of attention's two, as the mask
     # hides the rest.
     matrices = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * 128
     block = 2 * TOKENS * (2 * matrices + 2 * HIDDEN * TOKENS) / 1e9
     forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 1e9]
     backward = [2 * seconds for seconds in forward]
-    assert played["whole"] == pytest.approx(by_hand(found, sizes, forward, backward), rel=0.01)
+    assert simulated["with_compute"] == pytest.approx(by_hand(found, sizes, forward, backward), rel=0.01)
     assert sum(forward + backward) == pytest.approx(found["least_seconds"]["compute"])
     # Four microbatches are four times as much computation, of which only the first forward pass waits.
-    more = shown(capsys, KNOWN, "train.global_batch=8")["played"]["whole"]
-    assert more - played["whole"] == pytest.approx(3 * sum(forward + backward), rel=1e-6)
+    more = shown(capsys, KNOWN, "train.global_batch=8")["simulated"]["with_compute"]
+    assert more - simulated["with_compute"] == pytest.approx(3 * sum(forward + backward), rel=1e-6)
     # Activation checkpointing computes the blocks' forward passes again.
-    again = shown(capsys, KNOWN, "activation_checkpointing=full")["played"]["whole"]
-    assert again - played["whole"] == pytest.approx(2 * block, rel=1e-6)
+    again = shown(capsys, KNOWN, "activation_checkpointing=full")["simulated"]["with_compute"]
+    assert again - simulated["with_compute"] == pytest.approx(2 * block, rel=1e-6)
 
 
 @pytest.mark.parametrize(("stage", "together"), [(0, 1), (1, 2), (2, 2), (3, 1)])
@@ -153,13 +153,13 @@ def test_where_stepped_weights_are_gathered_a_unit_also_waits_for_the_next_one(
     forward = [0.0, block, block, 2 * TOKENS * 2 * HIDDEN * VOCAB / 20e6]
     backward = [2 * seconds for seconds in forward]
     expected, other = (by_hand(found, sizes, forward, backward, 2, count) for count in (together, 3 - together))
-    assert found["played"]["whole"] == pytest.approx(expected, rel=0.01)
+    assert found["simulated"]["with_compute"] == pytest.approx(expected, rel=0.01)
     assert abs(other / expected - 1) > 0.02
 
 
 def test_spare_memory_shortens_the_simulated_step(capsys: pytest.CaptureFixture[str]) -> None:
     slow = {**KNOWN, "accelerator": {**KNOWN["accelerator"], "peak": {"bf16": "36MFLOP/s"}}}
-    none, full = (shown(capsys, slow, LONG, f"offload.spare={spare}")["played"]["whole"] for spare in (0, 1))
+    none, full = (shown(capsys, slow, LONG, f"offload.spare={spare}")["simulated"]["with_compute"] for spare in (0, 1))
     computed = shown(capsys, slow, LONG)["least_seconds"]["compute"]
     assert computed < full < computed + 0.6 * (none - computed)
 
@@ -169,7 +169,7 @@ def test_the_device_steps_at_its_own_bandwidth(capsys: pytest.CaptureFixture[str
     assert lane_of(found, "AdamW on the device", "read and written")["seconds"] == 30 * total / 50e6
     assert lane_of(found, "host link", "to the host")["seconds"] == 12 * total / 2e6
     assert "AdamW on the CPU" not in [one["lane"] for one in found["lanes"]]
-    assert found["played"]["moves"] > 12 * total / 2e6
+    assert found["simulated"]["moves"] > 12 * total / 2e6
 
 
 def test_the_ranks_of_a_node_share_volumes_and_processors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,14 +179,14 @@ def test_the_ranks_of_a_node_share_volumes_and_processors(capsys: pytest.Capture
         assert lane_of(both, name, way)["ranks"] == 2
         assert lane_of(both, name, way)["bytes"] == pytest.approx(2 * lane_of(one, name, way)["bytes"], rel=0.01)
     assert lane_of(both, "host link", "to the host") == lane_of(one, "host link", "to the host")
-    assert both["played"]["moves"] > 1.5 * one["played"]["moves"]
+    assert both["simulated"]["moves"] > 1.5 * one["simulated"]["moves"]
 
 
 def test_unknown_rates_name_the_command_and_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, UNKNOWN)
     assert all(one["bytes"] > 0 for one in found["lanes"])
     assert {one["seconds"] for one in found["lanes"]} == {None}
-    assert (found["played"]["moves"], found["played"]["whole"]) == (None, None)
+    assert (found["simulated"]["moves"], found["simulated"]["with_compute"]) == (None, None)
     measured, stated = found["unknown_rates"]
     assert measured == (
         "not known of /fast, /my disk, host link, AdamW on the CPU; `llmtrain bench memory --paths /fast --paths "
@@ -215,8 +215,8 @@ def test_the_command_keeps_what_a_shipped_description_has() -> None:
 def test_the_moves_are_simulated_without_a_peak(capsys: pytest.CaptureFixture[str]) -> None:
     unstated = {**KNOWN, "accelerator": {"host_link": "2MB/s"}}
     found = shown(capsys, unstated)
-    assert found["played"]["moves"] == shown(capsys, KNOWN)["played"]["moves"]
-    assert found["played"]["whole"] is None
+    assert found["simulated"]["moves"] == shown(capsys, KNOWN)["simulated"]["moves"]
+    assert found["simulated"]["with_compute"] is None
     (said,) = found["unknown_rates"]
     assert "accelerator.peak.bf16" in said
 
@@ -237,12 +237,12 @@ def test_what_a_gpu_copies_of_weights_gradients_and_activations(capsys: pytest.C
     assert down == pytest.approx(2 * 2 * total + 2 * total + activations, rel=0.01)
     # The weights of nearly all units for each pass, and the sums, in fp32, which the device steps.
     assert 4 * total + 3 * 2 * total < up - activations <= 4 * total + 4 * 2 * total
-    assert found["played"] is None
+    assert found["simulated"] is None
 
 
 def test_other_states_are_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, KNOWN, "offload.parameters=nvme", "offload.gradients=none")
-    assert found["played"] == {"rank": 0, "moves": None, "whole": None, "unplayed": "weights"}
+    assert found["simulated"] == {"rank": 0, "moves": None, "with_compute": None, "also_moved": "weights"}
     assert main(["plan", "tiny.yaml", *words(KNOWN, "offload.parameters=nvme", "offload.gradients=none")]) == 0
     assert "not known, as weights move too; no step is shorter than its busiest lane, " in capsys.readouterr().out
 
@@ -251,7 +251,7 @@ def test_nothing_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("offload.optimizer=none", "offload.share=0")
     for cluster in (None, KNOWN):
         found = shown(capsys, cluster, *keys)
-        assert (found["lanes"], found["played"], found["unknown_rates"]) == ([], None, [])
+        assert (found["lanes"], found["simulated"], found["unknown_rates"]) == ([], None, [])
         assert main(["plan", "tiny.yaml", *words(cluster, *keys)]) == 0
         assert "lane of a step" not in capsys.readouterr().out
 

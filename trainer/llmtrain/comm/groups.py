@@ -25,7 +25,8 @@ def group_over(
     cluster: Cluster | None, card: Nic | None, groups: Sequence[Sequence[int]], backend: str | None = None,
     timeout: timedelta | None = None, ctas: int | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
-    """Make process groups as `join_group` does; this rank's group uses `card`, or the backend's choice if it is None.
+    """Make a process group of each list of ranks, and return the one that has this rank, if any. Collective over all
+    ranks, which pass the same lists. card: that of this rank's group; None for the backend's choice.
 
     timeout: of making the groups and of all operations in them; None for torch's default. ctas: see `group_options`.
     """

@@ -5,7 +5,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class SharedMemoryMessages:
         self._outgoing: dict[Channel, _Outgoing] = {}
         self._polled: dict[int, Callable[[], bool]] = {}
         self._poll = select.poll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake, self._waking = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), Lock()
         self._watch(self._wake, lambda: bool(os.eventfd_read(self._wake)))
 
     @property
@@ -94,8 +94,11 @@ class SharedMemoryMessages:
                     self._poll.unregister(descriptor)
 
     def wake(self) -> None:
-        """Have `until` test its condition again. Any thread may call it."""
-        os.eventfd_write(self._wake, 1)
+        """Have `until` test its condition again. Any thread may call it, after `close` too: a file that has taken the
+        descriptor's number by then must not be written to."""
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Close the pipes and leave the process groups."""
@@ -103,7 +106,9 @@ class SharedMemoryMessages:
             if channel not in self._outgoing or self._outgoing[channel].idle:
                 ring.pipes.close()
             dist.destroy_process_group(ring.group)
-        os.close(self._wake)
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def _watch(self, descriptor: int, look: Callable[[], bool]) -> None:
         """Have `until` call `look` when `descriptor` is ready, until it returns False."""

@@ -34,8 +34,8 @@ class Pipes:
         return array(_TYPE, found)
 
     def write(self, number: int) -> None:
-        """Send a number. At most `MOST_SLOTS` of plan.message_buffers may be unread. Raises BrokenPipeError if the
-        other process has ended."""
+        """Send a number. At most `MOST_SLOTS` of plan.per_rank.message_buffers may be unread. Raises BrokenPipeError
+        if the other process has ended."""
         os.write(self._writing, array(_TYPE, [number]))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory outside of the device for activations at group group_inputs: the host's memory, or files."""
+"""Stores for offloaded group inputs: in the host's memory, or in files."""
 
 import time
 from collections import deque

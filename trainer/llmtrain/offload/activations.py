@@ -23,7 +23,7 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 
 @dataclass
 class _Kept:
-    """What autograd keeps of a group_input: its values, if it stays."""
+    """What autograd keeps of a group input: its values, if it stays."""
 
     group_input: GroupInput
     values: Tensor | None

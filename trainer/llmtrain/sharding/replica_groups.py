@@ -17,8 +17,8 @@ class ReplicaGroups:
 
     copies: number of tensor-parallel ranks; all of them hold the TP-replicated parameters of each unit. partial: those
     ranks, if each has only a part of the gradients of TP-replicated parameters (sequence parallelism). stage: all ranks
-    of this pipeline stage, if gradients are packed: rounding depends on the rest of a block, so the gradients of
-    TP-replicated parameters would differ. tied: by unit, the ranks of two pipeline stages that both compute with it.
+    of this pipeline stage, if their gradients of TP-replicated parameters may differ (see `Plan.averages_replicas`).
+    tied: by unit, the ranks of two pipeline stages that both compute with it.
     second: units whose first copy belongs to an earlier stage. activity: records the time spent waiting.
     """
 

@@ -37,7 +37,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.record import decisions
 from llmtrain.plan.resolve.check import advice
 from llmtrain.plan.resolve.machine_refusal import machine_refusal
-from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem, unreserved
+from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem, offload_remarks
 from llmtrain.plan.resolve.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.resolve.refusal import refusal
 from llmtrain.plan.views.summary import summarize
@@ -89,7 +89,7 @@ def start(
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
         print_plan(
-            plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *unreserved(plan), *problems], as_json
+            plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems], as_json
         )
         return
     check_gpus(gpus, place, facts.world)
@@ -118,7 +118,7 @@ def open_choices(recipe: Recipe) -> OpenChoices:
         compile=recipe.train.compile == "auto",
         split=recipe.pipeline.split == "auto",
         replan=lambda facts: check_and_plan(recipe, facts),
-        remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan), *unreserved(plan)],
+        remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan), *offload_remarks(plan)],
     )
 
 

@@ -37,15 +37,6 @@ class SimulatedStep:
     with_compute: float | None = None
     also_moved: str | None = None
 
-    def as_data(self) -> dict[str, float | str | None]:
-        """Return the step as plain data, for JSON; seconds."""
-        return {
-            "rank": self.rank,
-            "moves": self.moves,
-            "whole": self.with_compute,
-            "unplayed": self.also_moved,
-        }
-
 
 def simulated_step(plan: Plan, rank: int, found: Sequence[LaneTime]) -> SimulatedStep | None:
     """Return a simulated step of a rank of the run; None if no optimizer states leave. found: the plan's lanes."""

@@ -42,9 +42,10 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     return volume_problem("offload.paths", paths, needed, space, "set offload.paths to folders of NVMe volumes")
 
 
-def unreserved(plan: Plan) -> list[str]:
-    """Return a sentence about each folder of `offload.paths` whose file system cannot reserve the space of files."""
-    return [
+def offload_remarks(plan: Plan) -> list[str]:
+    """Return sentences about what is offloaded to no other memory than it is in, and about each folder of
+    `offload.paths` whose file system cannot reserve the space of files."""
+    return _in_the_same_memory(plan) + [
         f"offload.paths has {path}, whose file system cannot reserve space (fallocate): the run ends if others fill it"
         for path in _paths(plan)
         if _cannot_reserve(path)
@@ -119,6 +120,20 @@ def _file_system(path: Path) -> str | None:
             if before.split()[2] == numbers:
                 return after.split()[0]
     return None
+
+
+def _in_the_same_memory(plan: Plan) -> list[str]:
+    offload = plan.sharding.offload
+    tiers = {
+        "optimizer": offload.tier,
+        "parameters": offload.parameters,
+        "gradients": offload.gradients,
+        "activations": plan.activation_offload.tier,
+    }
+    keys = [f"offload.{key}" for key, tier in tiers.items() if tier == "host"]
+    if plan.device != "cpu" or not keys:
+        return []
+    return [f"offload to host saves no memory on CPUs, which compute in the host's memory ({', '.join(keys)})"]
 
 
 def _paths(plan: Plan) -> Sequence[str]:

@@ -80,7 +80,7 @@ class PlanView:
             "moved": {"rank": most_offloaded(budget).role.rank, "volumes": self.moved},
             "lanes": [one.as_data() for one in self.lane_times],
             "wires": [one.as_data() for one in self.wires],
-            "played": None if self.simulated is None else self.simulated.as_data(),
+            "simulated": None if self.simulated is None else asdict(self.simulated),
             "save": None if self.save is None else {**asdict(self.save), "held": self.save.held},
             "unknown_rates": unknown_rates(plan, self.lane_times, self.simulated),
             "least_seconds": asdict(self.least),
