@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.attention.op import causal_attention, reference_attention
@@ -52,6 +53,17 @@ def test_rows_of_padding_change_nothing(rows: int, monkeypatch: pytest.MonkeyPat
         assert op.padded(weight).shape == (width, 16)
     for padded, plain in zip(*found, strict=True):
         torch.testing.assert_close(padded, plain)
+
+
+def test_gradients_of_a_tied_embedding_are_added_in_place() -> None:
+    """Otherwise their sum takes memory of its own, which was 3% of a step on CPUs."""
+    weight, tokens = torch.randn(31, 16, requires_grad=True), torch.randint(0, 31, (13,))
+    loss = linear_cross_entropy(F.embedding(tokens, weight), weight, tokens)
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    called = [event.name for event in profile.events()]
+    assert "aten::add_" in called
+    assert "aten::add" not in called
 
 
 def test_linear_cross_entropy_without_gradients() -> None:

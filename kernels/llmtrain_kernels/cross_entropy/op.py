@@ -41,6 +41,15 @@ def padded(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
 
+def unpadded(grad_weight: Tensor, vocab: int) -> Tensor:
+    """Return the gradient `[vocab, hidden]` of the output matrix from that of the padded one; itself if nothing is
+    padded.
+
+    Not a view then: autograd adds the gradients of a tied embedding in place only if nothing else shares their memory.
+    """
+    return grad_weight if len(grad_weight) == vocab else grad_weight[:vocab]
+
+
 def reference_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Compute `linear_cross_entropy` with torch operations; the reference in tests."""
     return F.cross_entropy(F.linear(x, weight).float(), targets)
@@ -65,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if (product := matmul(logits, weight, place)) is not place:
                 place.copy_(product)
             add_product(grad_weight, logits, chunk, first == 0)
-        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight[:vocab])
+        ctx.gradients = (grad_x, None if grad_weight is None else unpadded(grad_weight, vocab))
         ctx.tokens = x.shape[0]
         return total / x.shape[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llmtrain_kernels.cross_entropy.op import add_product, padded, rows_on, scaled
+from llmtrain_kernels.cross_entropy.op import add_product, padded, rows_on, scaled, unpadded
 from llmtrain_kernels.cross_entropy.partial import partial_losses
 from llmtrain_kernels.matmul import linear, matmul
 from torch import Tensor
@@ -93,7 +93,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         if grad_x is not None:
             grad_x[(len(own) - 1) // step * step :] = leaving.wait()
             grad_x = grad_x.view_as(x)
-        ctx.gradients = (grad_x, None if grad_weight is None else grad_weight[:vocab])
+        ctx.gradients = (grad_x, None if grad_weight is None else unpadded(grad_weight, vocab))
         ctx.tokens = wished.numel()
         return total / wished.numel()
 

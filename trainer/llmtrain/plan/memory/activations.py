@@ -1,7 +1,7 @@
 """The bytes of activations that a rank keeps between forward and backward passes. No torch in here.
 
-`plan.per_rank.saved_tensors` names the tensors of each unit. Bytes are those of tensors,
-without the allocator's rounding. What a transport holds while it sends or receives does not count.
+`plan.per_rank.saved_tensors` names the tensors of each unit. Bytes are those of tensors, without the
+allocator's rounding. What a transport holds while it sends or receives does not count.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
