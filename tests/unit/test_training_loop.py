@@ -248,6 +248,17 @@ def test_what_changed_since_the_last_start_is_said(
     ]
 
 
+def test_a_changed_first_loss_scale_has_no_effect_on_a_resumed_run(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = r"precision.loss_scale: 65536.0 -> 2.0, changed since the last start(; it has no effect)?"
+    for compute, without_effect in (("fp16", "; it has no effect"), ("bf16", "")):
+        train(f"name={compute}", f"precision.compute={compute}", "train.steps=6")
+        train(f"name={compute}", "precision.compute=fp16", "precision.loss_scale=2", "train.steps=8")
+        found = re.search(sentence, "".join(capsys.readouterr()))
+        assert found and (found[1] or "") == without_effect
+
+
 @pytest.mark.parametrize("record", ["train: {steps: 6", "no recipe", "[a, b]", "train: 5", b"\xff"])
 def test_a_record_that_is_damaged_stops_no_run(record: str | bytes, train: Train, folder: Path) -> None:
     train("train.steps=6")

@@ -45,7 +45,7 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
             waiting.stop()
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
         ranks.activity.begin("preparing the first step" if run.progress.step < steps else "")
-        changed = [f"{change}, changed since the last start{without_effect(change)}" for change in run.changed]
+        changed = [f"{change}, changed since the last start{without_effect(change, run)}" for change in run.changed]
         told = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run), *begun_otherwise(run)]
         run.log.start(run.progress.step, told, run.progress.tokens)
         warn_of_validation(run)
@@ -89,9 +89,11 @@ def stopped_after(run: Run) -> str:
     return f"stopped after step {run.progress.step} and saved; the same command resumes from there"
 
 
-def without_effect(change: str) -> str:
+def without_effect(change: str, run: Run) -> str:
     """Return words about a change of the recipe that a resumed run ignores; empty for any other."""
-    ignored = change.startswith(("checkpoint.resume:", "checkpoint.weights:"))
+    ignored = change.startswith(("checkpoint.resume:", "checkpoint.weights:", "model.hf:"))
+    if change.startswith("precision.loss_scale:"):
+        ignored = run.progress.loss_scale is not None
     return "; it has no effect, because the run resumes from its own checkpoints" if ignored else ""
 
 
