@@ -113,6 +113,8 @@ def test_ranks_of_torchrun_leave_the_end_of_a_run_to_the_watchdog(
 def test_an_amd_gpu_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "version", lambda package: "2.13.0+rocm7.1")
     assert "PYTORCH_ALLOC_CONF" not in gpus.gpu_variables(2)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in gpus.gpu_variables(2)
+    assert gpus.gpu_variables(1) == {"GPU_MAX_HW_QUEUES": "16"}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -206,6 +206,10 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "no package flash_attn_interface; install it" in str(start._attention_problem(made, GPU))
     assert start._attention_problem(made, Facts(world=1, device="cpu")) is None
     assert start._attention_problem(plan("train.attention=cudnn"), GPU) is None
+    amd = replace(GPU, amd=True)
+    assert "needs a GPU of NVIDIA's; set it to auto" in str(
+        start._attention_problem(plan("train.attention=cudnn"), amd)
+    )
 
 
 @pytest.fixture

@@ -58,20 +58,21 @@ def idle_gpus(gpus: int, place: Launched) -> str | None:
 def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 
-    CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank
-    has a stream for each lane, each communicator and each direction of its copies. PYTORCH_ALLOC_CONF: with
-    segments that grow, memory that sizes of other steps have split can be used again; torch has none for AMD. Of
-    several ranks: TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each, so torch need
-    not warn that they wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank that has
-    lost another one, before the watchdog names that one and ends the run. TORCH_NCCL_ENABLE_MONITORING,
-    TORCH_NCCL_DUMP_ON_TIMEOUT: nor one that has waited long, such as in a job that was suspended.
-    TORCH_FR_BUFFER_SIZE: collectives that the flight recorder keeps. CUBLAS_WORKSPACE_CONFIG: with workspaces of
-    fixed sizes, products on several streams have the same bits in every run (cuBLAS documentation, "Results
-    reproducibility").
+    CUDA_DEVICE_MAX_CONNECTIONS: hardware queues, at most 32. Streams that share one wait for each other, and a rank has
+    a stream for each lane, each communicator and each direction of its copies. GPU_MAX_HW_QUEUES: the same of HIP,
+    which has 4 by default; more than a rank has streams cost time (pytorch/torchtitan, pull request 4032).
+    PYTORCH_ALLOC_CONF: with segments that grow, memory that sizes of other steps have split can be used again; torch
+    has none for AMD. Of several ranks: TORCH_NCCL_SHOW_EAGER_INIT_...: messages of a pipeline have a communicator each,
+    so torch need not warn that they wait for each other. TORCH_NCCL_ASYNC_ERROR_HANDLING: torch must not abort a rank
+    that has lost another one, before the watchdog names that one and ends the run. TORCH_NCCL_ENABLE_MONITORING,
+    TORCH_NCCL_DUMP_ON_TIMEOUT: nor one that has waited long, such as in a job that was suspended. TORCH_FR_BUFFER_SIZE:
+    collectives that the flight recorder keeps. CUBLAS_WORKSPACE_CONFIG: with workspaces of fixed sizes, products on
+    several streams have the same bits in every run (cuBLAS documentation, "Results reproducibility").
     """
-    found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    if "rocm" not in version("torch"):
-        found["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if "rocm" in version("torch"):
+        found = {"GPU_MAX_HW_QUEUES": "16"}
+    else:
+        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if world > 1:
         found |= dict.fromkeys((_P2P_WARNING, _ABORTS, *_MONITORS), "0") | {"TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
