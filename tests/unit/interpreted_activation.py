@@ -38,10 +38,11 @@ def differentiated(function: Callable[..., Tensor], x: Tensor, kind: str, grad: 
 
 @dtypes
 @kinds
-@pytest.mark.parametrize("shape", [(1, 2), (3, 7, 34), (3, 2 * 2048), (2, 2 * 2049), (0, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7, 17), (3, 2048), (2, 2049), (0, 4)], ids=str)
 def test_equals_reference(shape: tuple[int, ...], kind: Activation, dtype: torch.dtype) -> None:
+    """shape: of the result."""
     torch.manual_seed(shape[-1])
-    x = (torch.randn(shape) * 4).to(dtype)
+    x = (torch.randn(*shape[:-1], shape[-1] * (2 if kind == "swiglu" else 1)) * 4).to(dtype)
     grad = torch.randn_like(reference_activate(x, kind))
     exact = differentiated(reference_activate, x.double(), kind, grad)
     for mine, true in zip(differentiated(activate, x, kind, grad), exact, strict=True):
@@ -90,7 +91,7 @@ def test_bytes_moved(kind: Activation, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dtypes
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("shape", [(1, 2), (3, 7, 34), (21, 300), (0, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7, 33), (21, 301), (0, 8)], ids=str)
 def test_sums_a_biass_gradient(
     shape: tuple[int, ...], kind: Activation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
