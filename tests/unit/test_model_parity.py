@@ -12,7 +12,6 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.model.tensors import model_units
 from llmtrain.sharding.engine import Engine, ShardingSpec
-from llmtrain.sharding.parameters import parameter_ranges
 from llmtrain.sharding.unit import unsharded_unit
 from torch import Tensor
 
@@ -116,7 +115,7 @@ def test_logits_and_gradients(family: str, recompute: int, tmp_path: Path) -> No
     for unit in units:
         # Compare by parameter: if the peer has one for Q, K and V, as gpt2 and neox do, its gradient is one as well.
         # (In gpt2, the gradient of K's bias alone is only rounding, as that bias moves a query's scores equally.)
-        for name, start, end in parameter_ranges(unit.spec):
+        for name, start, end in unit.spec.parameter_ranges:
             wanted = torch.cat([gradients[t.name] for t in unit.spec.tensors if t.parameter == name])
             error = (unit.gradient[start:end] - wanted).norm() / wanted.norm()
             assert error < 1e-4, (unit.spec.name, name)

@@ -20,11 +20,7 @@ SPIN_SECONDS, NAP_SECONDS = 1e-3, 1e-4
 
 class MpiMessages:
     """Isend and Irecv on a communicator of its own, with one tag for each channel (Singh and Bhatele 2022, section
-    IV.A).
-
-    peers: the rank at each channel's other end. stages: number of stages of the whole pipeline. world: ranks of the
-    run. ahead: receives to post ahead on each channel. Raises BadInputError where MPI has a different number of ranks.
-    """
+    IV.A)."""
 
     def __init__(self, peers: Mapping[Channel, int], stages: int, world: int, device: torch.device, ahead: int) -> None:
         """peers: the rank at the other end of each channel. stages: number of stages of the pipeline. ahead: receives

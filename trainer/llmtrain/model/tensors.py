@@ -83,6 +83,15 @@ class UnitSpec:
         return found
 
     @property
+    def parameter_ranges(self) -> list[tuple[str, int, int]]:
+        """The unit's ranges (module parameter, start, end): neighbours that share a parameter form one range."""
+        found: list[tuple[str, int, int]] = []
+        for tensor, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False):
+            begin = found.pop()[1] if found and found[-1][0] == tensor.parameter else start
+            found.append((tensor.parameter, begin, end))
+        return found
+
+    @property
     def replicated(self) -> int:
         """The first element of the TP-replicated tensors, which come last in the unit."""
         return self.offsets[sum(tensor.split for tensor in self.tensors)]

@@ -14,7 +14,7 @@ from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
-from llmtrain.plan.offload import READ_AHEAD, Bucket, slots
+from llmtrain.plan.offload import READ_AHEAD, Bucket, bucket_slots
 from llmtrain.plan.program.gradient_buckets import Move
 
 
@@ -91,7 +91,7 @@ class FileGradients:
         sizes = [bucket.nbytes for bucket in buckets]
         self._numel = [bucket.numel for bucket in buckets]
         self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
-        count = slots(len(sizes))
+        count = bucket_slots(len(sizes))
         self._ring = FetchRing(self._file, self._queue, sizes, count, pinned)
         ahead = min(READ_AHEAD, count - 1)
         self._moves = MoveRing(self._ring, moves, ahead)

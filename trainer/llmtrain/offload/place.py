@@ -29,8 +29,8 @@ from llmtrain.sharding.unit import ShardedUnit
 @dataclass(frozen=True)
 class OffloadStores:
     """What a rank offloads. states: optimizer states. weights: weight shards. gradients: sums of gradients. Each is
-    None if it is not offloaded. moving: all that is offloaded. shards: the weight shards in the host's memory, by
-    unit."""
+    None if it is not offloaded. moving: these three, as far as there are any. shards: the weight shards in the host's
+    memory, by unit."""
 
     states: OffloadedStates | None
     weights: OffloadedWeights | None

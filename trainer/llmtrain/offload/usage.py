@@ -20,11 +20,12 @@ class LinkCount:
 
 @dataclass(frozen=True, kw_only=True)
 class TierUsage:
-    """What a rank has moved. read, written: bytes of each volume, by path. waited: seconds that steps waited. waits:
-    seconds that the threads which compute and load waited for each volume. to_host, to_device: bytes copied from a GPU
-    and to it; 0 on CPUs. compute_waited: seconds that the main thread, which computes or launches what a GPU computes,
-    waited for optimizer steps of other threads. gpu_waited: seconds that a GPU, which had computed all before, waited
-    for what came from outside, and for its gathers over ranks; 0 on CPUs."""
+    """What a rank has moved. read, written: bytes of each volume, by path (of activations in the host's memory, by
+    "host"). waited: seconds that steps waited. waits: seconds that the threads which compute and load waited for each
+    volume. to_host, to_device: bytes copied from a GPU and to it; 0 on CPUs. compute_waited: seconds that the main
+    thread, which computes or launches what a GPU computes, waited for optimizer steps of other threads. gpu_waited:
+    seconds that a GPU, which had computed all before, waited for what came from outside, and for its gathers over
+    ranks; 0 on CPUs."""
 
     read: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, int] = field(default_factory=dict)

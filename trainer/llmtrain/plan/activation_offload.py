@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from llmtrain.cluster.description import Nvme
 from llmtrain.errors import BadInputError
-from llmtrain.plan.offload import volume_weights
+from llmtrain.plan.offload import volume_paths, volume_weights
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.recipe.schema import Recipe
 
@@ -52,12 +52,7 @@ class ActivationOffload:
         stay = (INPUTS_AHEAD,) * schedule.ranks
         if tier == "host":
             return cls(tier=tier, stay=stay)
-        paths = recipe.offload.paths or tuple(volume.path for volume in volumes)
-        if not paths:
-            raise BadInputError(
-                "offload.activations is nvme, but neither offload.paths nor the cluster file's node.nvme names a "
-                "folder; give a folder of each NVMe volume"
-            )
+        paths = volume_paths("activations", recipe.offload.paths, volumes)
         return cls(tier=tier, paths=paths, weights=volume_weights(paths, volumes), stay=stay)
 
 

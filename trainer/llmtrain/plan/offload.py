@@ -62,12 +62,7 @@ class Offload:
         """Return what a recipe asks for. recipe: without `gradients: auto`. backend: the device's kernel. volumes: of
         the cluster's nodes. Raises BadInputError."""
         in_files = [key for key in ("optimizer", "parameters", "gradients") if getattr(recipe, key) == "nvme"]
-        paths = (recipe.paths or tuple(volume.path for volume in volumes)) if in_files else ()
-        if in_files and not paths:
-            raise BadInputError(
-                f"offload.{in_files[0]} is nvme, but neither offload.paths nor the cluster file's node.nvme names a "
-                "folder; give a folder of each NVMe volume"
-            )
+        paths = volume_paths(in_files[0], recipe.paths, volumes) if in_files else ()
         default = HOST_BUCKET if device != "cpu" and recipe.optimizer == "host" else BUCKET
         bucket = default if recipe.bucket == "auto" else recipe.bucket
         share = 1.0 if recipe.share == "auto" else recipe.share
@@ -133,6 +128,18 @@ def offloaded_placement(
     )
 
 
+def volume_paths(key: str, paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[str, ...]:
+    """Return the folders of files. key: of the recipe's `offload`, which asks for files. paths: of the recipe. volumes:
+    of the cluster's nodes. Raises BadInputError if neither names a folder."""
+    found = tuple(paths) or tuple(volume.path for volume in volumes)
+    if not found:
+        raise BadInputError(
+            f"offload.{key} is nvme, but neither offload.paths nor the cluster file's node.nvme names a folder; give a "
+            "folder of each NVMe volume"
+        )
+    return found
+
+
 def volume_weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
     """Return the described bandwidth of each path's volume; equal weights if one of them is not described."""
     described = {volume.path: volume.bandwidth for volume in volumes}
@@ -174,14 +181,9 @@ def largest(buckets: Iterable[Bucket]) -> int:
     return max(bucket.end - bucket.start for bucket in buckets)
 
 
-def slots(buckets: int) -> int:
-    """Return how many of a rank's buckets of gradients are in memory at the same time."""
-    return bucket_slots(buckets)
-
-
 def bucket_slots(buckets: int, overlap: int = OVERLAP) -> int:
-    """Return how many of a rank's buckets in files are in memory at the same time. overlap: how many of them are read
-    ahead."""
+    """Return how many of a rank's buckets in files, of states or of gradients, are in memory at the same time. overlap:
+    how many of them are read ahead."""
     return min(1 + overlap + WRITE_BEHIND, buckets)
 
 

@@ -30,10 +30,10 @@ class Placement:
     a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
     the sums of gradients: fp32, or that of computation. reduce: dtype in which ranks send each other sums of gradients
-    that are not quantized. backend: kernel of the optimizer step. alignment: every shard
-    begins at a multiple of this many elements. weights_on: where weight shards are held; if they are offloaded, they
-    are brought to it before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the
-    CPU that steps writes the rounded weights directly into the offloaded shard, in the host's memory.
+    that are not quantized. backend: kernel of the optimizer step. alignment: every shard begins at a multiple of this
+    many elements. weights_on: where weight shards are held; if they are offloaded, they are brought to the device
+    before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the CPU that steps
+    writes the rounded weights directly into the offloaded shard, in the host's memory.
     """
 
     axes: tuple[Axis, ...]

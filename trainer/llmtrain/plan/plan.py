@@ -67,8 +67,8 @@ class Quantization:
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
     """Where model states are held and how they are communicated. placements: placement of each unit, by name. resident:
-    bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead. offload: which
-    optimizer states are offloaded. registered: whether NCCL has registered the buffers of gathers and reductions."""
+    bytes of a rank's memory for gathered weights; 0 for the least in which two units are gathered ahead. offload: what
+    is offloaded, and where it rests. registered: whether NCCL has registered the buffers of gathers and reductions."""
 
     placements: Mapping[str, Placement]
     resident: int

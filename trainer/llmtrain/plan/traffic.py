@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmtrain.plan.packed_format import PackedFormat
+
 
 class TrafficHop(Protocol):
     """What the traffic of a hop depends on."""
@@ -15,13 +17,6 @@ class TrafficHop(Protocol):
     @property
     def tier(self) -> str:
         """The slowest link between them."""
-
-
-class Packed(Protocol):
-    """The size of packed numbers."""
-
-    def row_bytes(self, numel: int) -> int:
-        """Bytes of `numel` elements."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ Count = Callable[[Iterable[Traffic]], None]
 
 
 def gather_traffic(
-    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: int, packing: Packed | None
+    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: int, packing: PackedFormat | None
 ) -> list[Traffic]:
     """Return the traffic of a gather of `numel` elements over `hops`, fastest first."""
     ranks = 1
@@ -58,7 +53,7 @@ def gather_traffic(
 
 
 def reduce_traffic(
-    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: tuple[int, int], packing: Packed | None
+    purpose: str, hops: Sequence[TrafficHop], numel: int, element_bytes: tuple[int, int], packing: PackedFormat | None
 ) -> list[Traffic]:
     """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first.
     element_bytes: bytes of an element on the first hop, and on the others."""
@@ -71,5 +66,5 @@ def reduce_traffic(
     return found
 
 
-def _exchange(purpose: str, op: str, hop: TrafficHop, size: int, packing: Packed | None) -> Traffic:
+def _exchange(purpose: str, op: str, hop: TrafficHop, size: int, packing: PackedFormat | None) -> Traffic:
     return Traffic(purpose, op, hop.tier, size, size // hop.radix * (hop.radix - 1), packing is not None)

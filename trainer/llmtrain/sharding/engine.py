@@ -44,7 +44,8 @@ class Engine:
     """Gathers a model's weights for computation, and sums its gradients for the optimizer, as the rank's program says.
 
     It acts through hooks on the units' modules and parameters; the model knows nothing of it. Each hook is a named
-    point of the program, and the engine issues what the program has there.
+    point of the program, and the engine issues what the program has there. Sums over replicas follow the last pass;
+    `ReplicaGroups` has them, as the program lists them.
     """
 
     def __init__(

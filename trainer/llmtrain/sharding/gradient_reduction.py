@@ -134,15 +134,11 @@ def reduce_to_optimizer_shard(
 
 
 def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce, held: torch.dtype) -> list[Traffic]:
-    """Return the collectives that reduce one microbatch's gradients, of dtype `held`, and after the last one their
-    sum."""
-    return [*first_traffic(unit, packing, held), *(last_traffic(unit, packing) if issue.last else [])]
-
-
-def first_traffic(unit: ShardedUnit, packing: Packing | None, held: torch.dtype) -> list[Traffic]:
-    """Return the collectives that sum one microbatch's gradients, of dtype `held`, into the gradient shards."""
+    """Return the collectives that sum one microbatch's gradients, of dtype `held`, into the gradient shards, and after
+    the last one their sum."""
     hops, sizes = unit.hops.reduce(1, unit.degrees.gradients), ((unit.wire or held).itemsize, _sum_bytes(unit))
-    return reduce_traffic("gradients", hops, unit.ranges.padded, sizes, packing)
+    first = reduce_traffic("gradients", hops, unit.ranges.padded, sizes, packing)
+    return first + (last_traffic(unit, packing) if issue.last else [])
 
 
 def last_traffic(unit: ShardedUnit, packing: Packing | None) -> list[Traffic]:

@@ -105,8 +105,8 @@ class StepRule:
 class OptimizerShard:
     """fp32 masters and AdamW's two moments of the elements `[start, end)` of a unit, on the device that computes.
 
-    Methods take ranges of the unit's elements within `[start, end)`. No other code holds the states as tensors, so
-    another class can offload them.
+    Methods take ranges of the unit's elements within `[start, end)`. Other code reaches the states by these methods, so
+    another class can offload them; masters that are the weights lie in the unit's weight.
     """
 
     def __init__(self, rule: StepRule, held: ElementRange, masters: Tensor, read_late: bool = False) -> None:

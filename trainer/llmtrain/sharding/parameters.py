@@ -12,7 +12,7 @@ class UnitParameters:
     def __init__(self, spec: UnitSpec, module: nn.Module, weight: Tensor, gathered: bool) -> None:
         """Replace the parameters of `module`: by views into `weight` if it is the gathered unit, else by empty
         parameters of its dtype, until `show`."""
-        self._ranges = parameter_ranges(spec)
+        self._ranges = spec.parameter_ranges
         self.starts = [start for _, start, _ in self._ranges]
         self.ends = [end for *_, end in self._ranges]
         self._shapes = [module.get_parameter(name).shape for name, _, _ in self._ranges]
@@ -43,17 +43,6 @@ class UnitParameters:
         """Return, for each parameter, the view of its shape into `flat`, `[padded]` of any dtype, a buffer of the full
         unit."""
         return [flat[start:end].view(shape) for (_, start, end), shape in zip(self._ranges, self._shapes, strict=True)]
-
-
-def parameter_ranges(spec: UnitSpec) -> list[tuple[str, int, int]]:
-    """Return (module parameter, start, end) for the unit's flat buffer; stacked tensors make one parameter."""
-    ranges: list[tuple[str, int, int]] = []
-    for tensor, start, end in zip(spec.tensors, spec.offsets, spec.offsets[1:], strict=False):
-        if ranges and ranges[-1][0] == tensor.parameter:
-            ranges[-1] = (tensor.parameter, ranges[-1][1], end)
-        else:
-            ranges.append((tensor.parameter, start, end))
-    return ranges
 
 
 def _replace(module: nn.Module, name: str, values: Tensor) -> nn.Parameter:

@@ -81,8 +81,7 @@ class SharedShards:
 
     def traffic(self) -> list[Traffic]:
         """See WeightSource."""
-        unit = self._unit
-        return gather_traffic("weights", (self._hop,), unit.ranges.padded, unit.weight.itemsize, None)
+        return shard_traffic(self._unit, (self._hop,), None)
 
 
 def share_shards(units: Iterable[ShardedUnit]) -> dict[str, SharedShards]:

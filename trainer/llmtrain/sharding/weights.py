@@ -8,8 +8,8 @@ from torch import Tensor
 from llmtrain.comm.device import new_buffer_pool
 from llmtrain.comm.stream import Ticket
 from llmtrain.comm.workspace import Workspace
+from llmtrain.plan.per_rank.states import updates_apart
 from llmtrain.plan.program.instructions import Drop, Gather
-from llmtrain.plan.program.transfers import updates_apart
 from llmtrain.plan.traffic import Count
 from llmtrain.sharding.buffer_pool import views_overlap
 from llmtrain.sharding.collectives import HopStep, Packing

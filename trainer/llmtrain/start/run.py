@@ -83,7 +83,7 @@ def start(
     too_large = None if force else refusal(recipe, named, plan)
     too_much = None if force else machine_refusal(recipe, named, plan)
     too_small = gpu_memory_problem(given_cluster(recipe.cluster)) if gpus and not force else None
-    volumes = offload_problem(plan, facts.ranks_per_node or facts.world)
+    volumes = offload_problem(plan, facts.node_ranks)
     mine = _machine_problems(plan, place, facts, force)
     problems = [*mine, *(problem for problem in (too_small, too_large, too_much, volumes) if problem)]
     if dry_run:

@@ -24,9 +24,9 @@ from llmtrain.parallel.tensor.parallelize import parallelize
 from llmtrain.parallel.weight_gradients import SplitBackwardLinear, WeightGradientQueue
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 from llmtrain.plan.per_rank.near_volumes import for_rank
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.per_rank.replica_groups import all_replica_groups
 from llmtrain.plan.per_rank.tied_embedding import holds_second_copy
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.build import Programs
@@ -164,9 +164,8 @@ def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
 
 def _units(model: GPT, plan: Plan, ranks: Ranks, hops: Mapping[Placement, Hops]) -> Iterator[ShardedUnit]:
     """Yield each unit with this rank's states. hops: between the ranks that share model states."""
-    layout, rank, placements = ranks.layout, ranks.rank, plan.sharding.placements
-    specs = units_of(plan.model, plan.stages_of(rank), layout.coordinate(rank, Axis.TENSOR), layout.degree(Axis.TENSOR))
-    for spec in specs:
+    placements = plan.sharding.placements
+    for spec in rank_units(plan, ranks.rank):
         yield ShardedUnit(
             spec, model.unit(spec.name), hops[placements[spec.name]], DTYPES[plan.compute], plan.seed, ranks.device
         )

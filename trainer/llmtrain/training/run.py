@@ -22,6 +22,7 @@ from llmtrain.offload.place import OffloadStores
 from llmtrain.offload.usage import TierUsage
 from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
+from llmtrain.plan.cost.lane_times import volume_paths
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.traffic import Count, Traffic
 from llmtrain.sharding.engine import Engine
@@ -137,8 +138,8 @@ def _offload_links(
     plan: Plan, offloaded: OffloadStores, activations: OffloadedActivations | None
 ) -> list[CounterSource]:
     """Return what counts the bytes of volumes and, on a GPU, of the link to the host."""
-    volumes = dict.fromkeys((*plan.sharding.offload.paths, *plan.activation_offload.paths))
-    found: list[CounterSource] = [VolumeCounters(list(volumes))] if volumes else []
+    volumes = volume_paths(plan)
+    found: list[CounterSource] = [VolumeCounters(volumes)] if volumes else []
     if plan.device == "cuda" and (offloaded.moving or activations is not None):
         found.append(
             HostLink(lambda: offloaded.usage() + (TierUsage() if activations is None else activations.usage()))

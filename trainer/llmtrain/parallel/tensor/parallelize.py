@@ -20,11 +20,12 @@ def parallelize(model: GPT, mesh: TensorMesh, queue: WeightGradientQueue | None 
     parameters that are not sharded are equal on all ranks, or, with `mesh.sequence`, partial sums that have to be added
     over the ranks. queue: where the blocks defer their weight gradients, with one rank as well; None: they never do.
     """
-    if mesh.degree == 1 and queue is None:
-        return
-    if mesh.degree == 1 and queue is not None and not model.groups:
-        split_backward(model.blocks, queue)
-        return
+    if mesh.degree == 1:
+        if queue is None:
+            return
+        if not model.groups:
+            split_backward(model.blocks, queue)
+            return
     # With recomputation, one rank uses these layers as well: they do not recompute the last product of a block.
     config, queue = model.config, queue or WeightGradientQueue()
     # First the embedding and the head, which are sharded along the vocabulary.

@@ -19,10 +19,10 @@ class LeastTime:
 
     compute: the matrix products of all microbatches, with those that activation checkpointing repeats, at the
     accelerator's peak; the mean of all ranks. optimizer: reads and writes of AdamW for the states that stay on the
-    accelerator, at its memory bandwidth. host: reads and writes of AdamW for the states
-    that the CPUs of a node step (all states on a CPU), at the bandwidth of the host's memory. volumes: the reads or the
-    writes of one volume by all ranks of its node, whichever takes longest, at its bandwidth. link: the copies between a
-    GPU and its host in the slower direction, at the bandwidth of that link.
+    accelerator, at its memory bandwidth. host: reads and writes of AdamW for the states that the CPUs of a node step
+    (all states on a CPU), at the bandwidth of the host's memory. volumes: the reads or the writes of one volume by all
+    ranks of its node, whichever takes longest, at its bandwidth. link: the copies between a GPU and its host in the
+    slower direction, at the bandwidth of that link.
     """
 
     compute: float | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.cluster.levels import shard_range
 from llmtrain.plan.cost.lane_times import described_rates
-from llmtrain.plan.memory.checkpoint_copies import copy_bytes
+from llmtrain.plan.memory.checkpoint_copies import STATE_BYTES, copy_bytes
 from llmtrain.plan.per_rank.near_volumes import for_rank
 from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.per_rank.roles import Role
@@ -108,4 +108,4 @@ def _states(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
         first, last = even_share(end - start, copies, copy)
         leaves = max(first, min(last, offload.resident(unit.name, padded // degrees.optimizer)))
         states = 3 if placement.masters == "separate" else 2
-        yield 12 * (last - first), 4 * states * (last - leaves) if offload.tier == "nvme" else 0
+        yield STATE_BYTES * (last - first), 4 * states * (last - leaves) if offload.tier == "nvme" else 0

@@ -88,7 +88,7 @@ def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
 
 def _moved(regions: Iterable[_Region], paths: Sequence[str], weights: Sequence[float]) -> Moved:
     held, read, written = list(regions), [0] * len(paths), [0] * len(paths)
-    by_region = striped([nbytes for nbytes, _, _ in held], weights or [1.0] * len(paths))
+    by_region = striped([nbytes for nbytes, _, _ in held], weights)
     for (_, reads, writes), sizes in zip(held, by_region, strict=True):
         for volume, size in enumerate(sizes):
             read[volume] += reads * size

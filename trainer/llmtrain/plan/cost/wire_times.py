@@ -11,8 +11,8 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.tiers import Tier, rate_from
 from llmtrain.cluster.topology import cluster_of
 from llmtrain.plan.cost.step_traffic import RoleTraffic
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.per_rank.roles import Role, roles
-from llmtrain.plan.pipeline.stage_layout import units_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf
 from llmtrain.plan.program.step_calls import Call, StepCalls
@@ -125,7 +125,5 @@ def _leaving(call: Call, inside: int) -> float:
 
 def _role_of(plan: Plan, held: Sequence[Role], rank: int) -> Role:
     """Return the role of a rank, one of `held`."""
-    place, tensor = plan.grid.coordinate(rank, Axis.PIPELINE), Axis.TENSOR
-    units = units_of(plan.model, plan.stages_of(rank), plan.grid.coordinate(rank, tensor), plan.grid.degree(tensor))
-    sizes = [unit.numel for unit in units]
+    place, sizes = plan.grid.coordinate(rank, Axis.PIPELINE), [unit.numel for unit in rank_units(plan, rank)]
     return next(role for role in held if role.pipeline == place and [unit.numel for unit in role.units] == sizes)

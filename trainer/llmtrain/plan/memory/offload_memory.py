@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from llmtrain.plan.offload import PARTS, Bucket, bucket_slots, largest, slots
+from llmtrain.plan.offload import PARTS, Bucket, bucket_slots, largest
 from llmtrain.plan.per_rank.offloaded_weights import is_direct, offloaded_shards
 from llmtrain.plan.per_rank.rank_activations import in_pages
 from llmtrain.plan.per_rank.rank_buckets import bucket_sizes, rank_buckets
@@ -103,5 +103,5 @@ def _gradients(plan: Plan, rank: int) -> OffloadMemory:
     if plan.sharding.offload.gradients == "host":
         return OffloadMemory(gradients=sum(4 * one.numel * count for one, count in sizes.items()), buffers=passing)
     # A buffer that begins at a page is a view into one that is a page larger.
-    ring = slots(sizes.total()) * max(one.nbytes for one in sizes) + PAGE
+    ring = bucket_slots(sizes.total()) * max(one.nbytes for one in sizes) + PAGE
     return OffloadMemory(buffers=ring + passing, files=_nbytes(sizes))

@@ -1,7 +1,5 @@
 """The largest tensors besides activations that a step allocates and frees. No torch in here."""
 
-from itertools import groupby
-
 from llmtrain_kernels.accumulate.kept import kept
 from llmtrain_kernels.cross_entropy.chunks import chunk_rows, row_stride
 
@@ -67,15 +65,7 @@ def loss_bytes(plan: Plan, role: Role) -> int:
 
 
 def _held(unit: UnitSpec, device: Device) -> int:
-    """Return the most elements of a unit's gradients that wait at the same time. Neighbours that share a parameter are
-    stacked."""
-    sizes = [
-        sum(end - start for _, start, end in stacked)
-        for _, stacked in groupby(_ranges(unit), key=lambda tensor: tensor[0])
-    ]
+    """Return the most elements of a unit's gradients that wait at the same time."""
+    sizes = [end - start for _, start, end in unit.parameter_ranges]
     small = [size for size in sizes if device == "cuda" and kept(size)]
     return max(sum(small) + max((size for size in sizes if not kept(size)), default=0), *sizes)
-
-
-def _ranges(unit: UnitSpec) -> list[tuple[str, int, int]]:
-    return [(tensor.parameter, *tensor.held) for tensor in unit.tensors]

@@ -7,6 +7,7 @@ from llmtrain_kernels.quantize.packed_size import packed_bytes
 
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.levels import Degrees
 from llmtrain.cluster.memory import stated_memory
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.per_rank.roles import Role, roles
@@ -67,7 +68,8 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
         placement, quantization = sharding.placements[unit.name], sharding.quantization
         stays = sharding.offload.resident(unit.name, placement.padded(unit.numel) // placement.degrees.optimizer)
         total += unit_states(unit.numel, placement, quantization, compute_bytes, stays)
-        if tensor > 1 and _keeps_replicated(unit, placement, quantization):
+        packed = quantization.weights > 0 or quantization.secondary > 0
+        if updates_apart(unit, placement.degrees, packed, tensor > 1):
             total += StateBytes(replicated=(unit.numel - unit.replicated) * compute_bytes)
     return total
 
@@ -108,6 +110,7 @@ def fits(
     )
 
 
-def _keeps_replicated(unit: UnitSpec, placement: Placement, quantization: Quantization) -> bool:
-    packed = (quantization.weights or quantization.secondary) and placement.degrees.optimizer > 1
-    return bool(packed) and unit.replicated < unit.numel
+def updates_apart(unit: UnitSpec, degrees: Degrees, packed: bool, tensor_parallel: bool) -> bool:
+    """Return whether a unit's TP-replicated parameters are sent unpacked, apart from the rest. packed: whether weights
+    or their secondary copy are packed. tensor_parallel: whether tensor-parallel ranks share the unit."""
+    return tensor_parallel and packed and degrees.optimizer > 1 and unit.replicated < unit.numel

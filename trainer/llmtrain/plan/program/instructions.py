@@ -43,9 +43,8 @@ class Reduce:
 
     offset: first element of the buffer, in the buffer pool of gradients, that holds the gradients of this pass, or the
     sum of a run of passes; None if they are summed in the unit's own gradient. first, last: whether these passes
-    include the unit's first or last one of the step.
-    partial: elements of TP-replicated gradients that are summed over the tensor-parallel ranks before, as each of them
-    has computed a part (sequence parallelism).
+    include the unit's first or last one of the step. partial: elements of TP-replicated gradients that are summed over
+    the tensor-parallel ranks before, as each of them has computed a part (sequence parallelism).
     """
 
     unit: str

@@ -68,7 +68,7 @@ class Residency:
         largest = max(self.units.sizes.values(), default=0)
         # Small buffers that come and go must not split the room of a large one, nor of one that stays during others.
         self._low = {unit for unit, size in self.units.sizes.items() if size == largest} | _spanning(self.events)
-        self._next, self._done = _following(self.events, At.USE), _following(self.events, At.DONE)
+        self._next, self._done = next_places(self.events, At.USE), next_places(self.events, At.DONE)
         self._uses = [place for place, event in enumerate(self.events) if event.at is At.USE]
         self._ahead = 0
 
@@ -213,7 +213,7 @@ def _next_units(events: Sequence[UnitUse], place: int, busy: set[str], ahead: in
     return found
 
 
-def _following(events: Sequence[UnitUse], at: At) -> list[int]:
+def next_places(events: Sequence[UnitUse], at: At) -> list[int]:
     """Return, for each event, the place of the next event of its unit that is `at`, or NEVER."""
     later: dict[str, int] = {}
     found = [NEVER] * len(events)

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from llmtrain.plan.program.build import Programs, residency_capacity, residency_events, residency_units
 from llmtrain.plan.program.instructions import At, Gather
-from llmtrain.plan.program.residency import NEVER, Units, UnitUse
+from llmtrain.plan.program.residency import NEVER, Units, UnitUse, next_places
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def gather_gap(programs: Programs) -> GatherGap:
 
 def least_gathered(events: Sequence[UnitUse], units: Units, capacity: int) -> int:
     """Return the fewest elements that are gathered for uses of units. capacity: elements of the memory."""
-    sizes, following = units.sizes, _next_uses(events)
+    sizes, following = units.sizes, next_places(events, At.USE)
     # What stays: place of the next use, negative, so that the furthest comes first. stays: elements by that place.
     furthest: list[int] = []
     stays: dict[int, int] = {}
@@ -81,13 +81,3 @@ def _dropped(excess: int, furthest: list[int], stays: dict[int, int]) -> int:
         else:
             stays[use] -= part
     return dropped
-
-
-def _next_uses(events: Sequence[UnitUse]) -> list[int]:
-    later: dict[str, int] = {}
-    found = [NEVER] * len(events)
-    for place in reversed(range(len(events))):
-        found[place] = later.get(events[place].unit, NEVER)
-        if events[place].at is At.USE:
-            later[events[place].unit] = place
-    return found

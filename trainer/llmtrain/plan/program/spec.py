@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees
 from llmtrain.plan.per_rank.offloaded_weights import stored_elements
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
-from llmtrain.plan.pipeline.stage_layout import StageLayout, units_of
+from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.placement import ALIGNMENT, PAGE, Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import BackwardPass, ReplicaSum
@@ -26,9 +27,8 @@ class ProgramSpec:
     weights are offloaded. stored: by such a unit, the number of elements of its shard that the device has after a step,
     and that are then stored. offloaded_gradients: units whose sums of gradients are offloaded. granule: buffers of
     gathered weights begin at its multiples. partial: elements of each unit whose gradients tensor-parallel ranks sum
-    before the reduction. finish: sums after the last pass.
-    sums_runs: whether gradients of consecutive backward passes of a stage are summed in buffers before they are
-    reduced.
+    before the reduction. finish: sums after the last pass. sums_runs: whether gradients of consecutive backward passes
+    of a stage are summed in buffers before they are reduced.
     """
 
     stages: tuple[StageLayout, ...]
@@ -55,7 +55,7 @@ class ProgramSpec:
     def of(cls, plan: Plan, rank: int) -> "ProgramSpec":
         """Return the part of a rank of the run."""
         stages, schedule, grid = plan.stages_of(rank), plan.pipeline.schedule, plan.grid
-        specs = list(units_of(plan.model, stages, grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)))
+        specs = rank_units(plan, rank)
         placements = {spec.name: plan.sharding.placements[spec.name] for spec in specs}
         return cls(
             stages=stages,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.cluster.levels import Degrees, Level
+from llmtrain.cluster.levels import Level
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.packed_format import PackedFormat
+from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.per_rank.replica_groups import ReplicaGroup
-from llmtrain.plan.pipeline.stage_layout import units_of
+from llmtrain.plan.per_rank.states import updates_apart
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import Gather, Issue, Reduce
@@ -158,7 +159,7 @@ class UnitTraffic:
 
 def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
     """Return how the units of a rank of the run are gathered and reduced, in the order of the model."""
-    quantization, grid = plan.sharding.quantization, plan.grid
+    quantization = plan.sharding.quantization
 
     def packed(bits: int) -> PackedFormat | None:
         return PackedFormat(bits, quantization.block) if bits else None
@@ -172,11 +173,9 @@ def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
             weights=packed(quantization.weights),
             secondary=packed(quantization.secondary),
             gradients=packed(quantization.gradients),
-            tensor_parallel=grid.degree(Axis.TENSOR) > 1,
+            tensor_parallel=plan.grid.degree(Axis.TENSOR) > 1,
         )
-        for spec in units_of(
-            plan.model, plan.stages_of(rank), grid.coordinate(rank, Axis.TENSOR), grid.degree(Axis.TENSOR)
-        )
+        for spec in rank_units(plan, rank)
     ]
 
 
@@ -190,9 +189,3 @@ def _level(placement: Placement, lane: Lane) -> Level:
     if lane.kind == "flat":
         return Level(1, lane.span, "")
     return next(level for level in placement.levels if level.span == lane.span)
-
-
-def updates_apart(unit: UnitSpec, degrees: Degrees, packed: bool, tensor_parallel: bool) -> bool:
-    """Return whether a unit's TP-replicated parameters are sent unpacked, apart from the rest. packed: whether weights
-    or their secondary copy are packed. tensor_parallel: whether tensor-parallel ranks share the unit."""
-    return tensor_parallel and packed and degrees.optimizer > 1 and unit.replicated < unit.numel

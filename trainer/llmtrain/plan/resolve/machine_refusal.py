@@ -33,7 +33,7 @@ def machine_refusal(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     needed = machine_bytes(plan, facts, there)
     if needed <= there:
         return None
-    ranks = _ranks_here(facts)
+    ranks = facts.node_ranks
     memory = "memory" if plan.device == "cpu" else "memory besides that of its GPUs"
     said = (
         f"the run needs {units.size(needed)} of {memory}{f' for {ranks} ranks' if ranks > 1 else ''}, but this machine "
@@ -71,13 +71,9 @@ def _fullest(plan: Plan, facts: Facts, bytes_of: dict[Role, int]) -> int:
     for role, taken in bytes_of.items():
         # Slices of one stage differ by a part of the vocabulary at most.
         stages[role.pipeline] = max(taken, stages.get(role.pipeline, 0))
-    here = _ranks_here(facts)
+    here = facts.node_ranks
     by_rank = [stages[plan.grid.coordinate(rank, Axis.PIPELINE)] for rank in range(facts.world)]
     return max(sum(by_rank[first : first + here]) for first in range(0, facts.world, here))
-
-
-def _ranks_here(facts: Facts) -> int:
-    return facts.ranks_per_node or facts.world
 
 
 def _shorter(recipe: Recipe, plan: Plan) -> Iterator[Change]:

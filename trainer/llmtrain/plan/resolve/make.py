@@ -87,9 +87,7 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     if given.optimizer == "none" or given.share != "auto":
         return _plan(recipe, facts)
     # The memory that is left goes to gathered weights after that.
-    zero = recipe.zero if recipe.zero.resident != "auto" else replace(recipe.zero, resident=0)
-    all_leave = _plan(replace(recipe, zero=zero, offload=replace(given, share=1.0)), facts)
-    share = least_share(all_leave)
+    share = least_share(_plan(with_least(recipe), facts))
     least = _plan(replace(recipe, offload=replace(given, share=share)), facts)
     once = least.pipeline.name == "breadth-first" or least.batch.microbatches == 1
     if given.parameters == "none" or recipe.zero.resident != "auto" or share == 1.0 or once:
@@ -158,7 +156,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
         logging=recipe.logging,
         record={},
     )
-    zero = _filled(recipe, plan, zero, facts, sharding)
+    zero = _filled(recipe, plan, zero, sharding)
     return replace(plan, sharding=sharding(zero), record=record_of(recipe, zero, backend, plan))
 
 
@@ -268,7 +266,7 @@ def _sharding(zero: ZeroSettings, placement: Placement, model: GPTConfig, offloa
 
 
 def _filled(
-    recipe: Recipe, plan: Plan, zero: ZeroSettings, facts: Facts, sharding: Callable[[ZeroSettings], Sharding]
+    recipe: Recipe, plan: Plan, zero: ZeroSettings, sharding: Callable[[ZeroSettings], Sharding]
 ) -> ZeroSettings:
     """Return settings in which `zero.resident: auto` fills the stated memory of a plan without it."""
     if recipe.zero.resident != "auto":

@@ -149,7 +149,7 @@ def _more_ranks(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     fits with none of them."""
     for times in TIMES:
         # Each machine has as many ranks as now.
-        more = replace(facts, world=times * facts.world, ranks_per_node=facts.ranks_per_node or facts.world)
+        more = replace(facts, world=times * facts.world, ranks_per_node=facts.node_ranks)
         for values in _with_more_ranks(recipe, plan, times):
             change = Change.of(recipe, values)
             if _fitting(change.recipe, more):

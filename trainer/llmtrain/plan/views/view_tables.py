@@ -12,7 +12,7 @@ from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.cost.step_traffic import PURPOSES, RoleTraffic
 from llmtrain.plan.cost.volume_traffic import Moved
 from llmtrain.plan.memory.memory_budget import Budget, RoleMemory
-from llmtrain.plan.per_rank.near_volumes import VolumeShare, volume_shares
+from llmtrain.plan.per_rank.near_volumes import VolumeShare
 from llmtrain.plan.per_rank.roles import Role
 from llmtrain.plan.pipeline.actions import rank_live
 from llmtrain.plan.plan import Plan
@@ -59,8 +59,6 @@ LABELS: Mapping[str, str] = MappingProxyType(
 )
 """Words for the purposes of a budget."""
 
-STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
-
 
 def parts(view: PlanView) -> Iterator[Table | str]:
     """Yield tables and lines that show a view, in the order to print."""
@@ -75,11 +73,9 @@ def parts(view: PlanView) -> Iterator[Table | str]:
     if offloaded:
         yield ""
         yield table(("elsewhere", "bytes", "share"), offloaded)
-    if any(one.socket is not None for one in volume_shares(plan)):
+    if any(one.socket is not None for one in view.volumes):
         yield ""
-        yield table(
-            ("volume", "socket", "part of the files", "from other sockets"), list(_volumes(volume_shares(plan)))
-        )
+        yield table(("volume", "socket", "part of the files", "from other sockets"), list(_volumes(view.volumes)))
     if view.moved:
         yield ""
         yield table(("moved in a step", "volume", "read", "written"), list(_moved(view.moved)))
@@ -165,7 +161,7 @@ def _sizes(row: RoleMemory) -> tuple[int, ...]:
 
 def _group(plan: Plan, rows: Sequence[RoleMemory], fullest: RoleMemory) -> Sequence[object]:
     first, last = rows[0], rows[-1]
-    states = sum(first.device[name] for name in STATES)
+    states = first.model_states
     places = sorted({first.role.pipeline, last.role.pipeline})
     return (
         f"{sum(row.role.ranks for row in rows):,}",
