@@ -22,7 +22,8 @@ optimizer: {{lr: 1.0e-2, warmup: 5}}
 logging: {{every: 1, dir: {folder}/runs}}
 """
 TRAIN = ("-m", "llmtrain", "run")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN)
+AGENT = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = (*AGENT, *TRAIN)
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, *TRAIN)
 OURS = (sys.executable, *TRAIN, "--nproc", "2")
 
@@ -77,6 +78,16 @@ def test_every_launcher_starts_the_same_run(folder: Path, reference: Curve, by: 
     assert f"2 ranks, started by {by}" in output
     assert len(reference) == 23
     assert curve(folder / "runs" / by) == reference
+
+
+def test_torchrun_starts_ranks_again(folder: Path) -> None:
+    """Its store has what the ranks before have left there, and that they ended."""
+    fails = (str(Path(__file__).with_name("fails_once.py")), "run")
+    code, output, errors = end(start(folder, "again", *AGENT, "--max-restarts", "1", *fails, steps=8))
+    assert code == 0, errors
+    assert "ValueError: some bug" in errors
+    assert output.count("2 ranks, started by torchrun") == 2
+    assert ("step", 8) in curve(folder / "runs" / "again")
 
 
 def test_one_rank_of_a_launcher_says_what_is_wrong_with_a_recipe(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from llmtrain.cluster.layout import Axis, Layout, even_share
-from llmtrain.comm.environment import Launched, first_host, launched
+from llmtrain.comm.environment import Launched, first_host, idle_nodes, launched
 from llmtrain.comm.ranks import Links, Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import check_gpus
@@ -92,6 +93,26 @@ def test_launched_by_srun(job: str, port: str) -> None:
     }
 
 
+def test_steps_of_one_job_have_different_ports() -> None:
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "42"}
+    found = [launched(step | {"SLURM_STEP_ID": str(number)}) for number in range(20)]
+    # The next jobs have their own, too.
+    found += [launched(step | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}) for job in range(43, 143)]
+    ports = {int(one.variables["MASTER_PORT"]) for one in found if one is not None}
+    assert len(ports) == 120
+    assert 20000 <= min(ports) < max(ports) < 32000
+
+
+def test_a_hook_that_sets_nothing_but_the_rank_leaves_the_rest_to_slurm() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
+    found = launched({"RANK": "3", "WORLD_SIZE": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"} | step)
+    assert found is not None
+    assert (found.rank, found.local_rank, found.ranks_per_node) == (3, 1, 2)
+    assert found.variables == {
+        "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "20007",
+    }  # fmt: skip
+
+
 def test_ranks_dealt_out_to_nodes_one_by_one_are_refused() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
     assert launched(step | {"SLURM_PROCID": "2", "SLURM_NODEID": "1"}) is not None
@@ -108,6 +129,38 @@ def test_a_shell_of_several_tasks_is_no_rank(monkeypatch: pytest.MonkeyPatch) ->
     # A step that is started from such a shell inherits its variables, and has no terminal.
     monkeypatch.setattr(os, "isatty", lambda descriptor: False)
     assert launched(shell) is not None
+    # With nohup or in the background, a command of the shell has none either, but the shell has.
+    ours, theirs = os.openpty()
+    with subprocess.Popen(["sleep", "60"], stdin=theirs) as task:
+        assert launched(shell | {"SLURM_TASK_PID": str(task.pid)}) is None
+        task.kill()
+    os.close(ours)
+    os.close(theirs)
+    assert launched(shell | {"SLURM_TASK_PID": str(task.pid)}) is not None
+
+
+@pytest.mark.parametrize(("nodes", "idle"), [("1", False), ("2", True), ("many", False)])
+def test_nodes_of_a_job_on_which_nothing_starts(nodes: str, idle: bool) -> None:
+    assert (idle_nodes({"SLURM_JOB_NUM_NODES": nodes}) is not None) is idle
+    assert idle_nodes({}) is None
+
+
+def test_launched_by_mpich() -> None:
+    place = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+    found = launched(place | {"MPI_LOCALNRANKS": "4"})
+    assert found is not None
+    assert (found.by, found.rank, found.local_rank, found.world, found.ranks_per_node) == ("mpirun", 3, 1, 4, 4)
+    with pytest.raises(BadInputError, match="-genv MASTER_ADDR node1"):
+        launched(place | {"MPI_LOCALNRANKS": "2"})
+    # Slurm gives its tasks such variables too, and starts MPICH's daemons as tasks.
+    step = {"SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "n[1-2]", "MPI_LOCALNRANKS": "2"}
+    found = launched(place | step | {"SLURM_STEP_NUM_TASKS": "4"})
+    assert found is not None
+    assert found.by == "srun"
+    found = launched(place | step | {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "n1"})
+    assert found is not None
+    assert (found.by, found.variables["MASTER_PORT"]) == ("mpirun", "29500")
+    assert launched({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
 
 
 OPEN_MPI = {
@@ -158,6 +211,12 @@ def test_launched_by_mpirun_on_several_machines() -> None:
     found = launched({**environment, "MASTER_ADDR": "n1"})
     assert found is not None
     assert (found.ranks_per_node, found.variables["MASTER_ADDR"], found.variables["MASTER_PORT"]) == (2, "n1", "29500")
+    ports = set()
+    for name in ("123.1", "124.1"):
+        found = launched({**environment, "MASTER_ADDR": "n1", "PMIX_NAMESPACE": name})
+        assert found is not None
+        ports.add(found.variables["MASTER_PORT"])
+    assert len(ports - {"29500"}) == 2
 
 
 def test_the_main_rank_stays_until_all_have_heard_it() -> None:

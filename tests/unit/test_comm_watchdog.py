@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from llmtrain.comm import watchdog
 from llmtrain.comm.activity import Activity
-from llmtrain.comm.watchdog import Beat, ProcessId, RankState, Watchdog
+from llmtrain.comm.watchdog import LOST_ROUNDS, Beat, ProcessId, RankState, Watchdog
 
 ROUND = 5.0
 STOPPED = 1000.0
@@ -44,6 +44,28 @@ class Pair:
         self._watchdog._write_beat()
         self._watchdog._hear()
         self._watchdog._judge()
+
+
+class Gone(dist.HashStore):  # type: ignore[misc]
+    """The store of a rank 0 that is gone."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_without_a_store_what_nccl_reports_still_counts(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for its GPU then, and learns of nothing."""
+    rounds, recorder = list[int](), SimpleNamespace(has_failed=lambda: failed, numbers=dict, groups=dict)
+    over = SimpleNamespace(wait=lambda seconds: rounds.append(1) or len(rounds) > 50)
+    monkeypatch.setattr(Watchdog, "_write_beat", lambda self: None)
+    watching = Watchdog(Activity(1), Gone(), 2, 600.0, noted=True, recorder=recorder)  # type: ignore[arg-type]
+    watching.end()
+    monkeypatch.setattr(watching, "_over", over)
+    monkeypatch.setattr(Watchdog, "_say", lambda self, sentence: None)
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: rounds.extend([0] * 1000))
+    watching._guard()
+    assert rounds.index(0) == LOST_ROUNDS if failed else 0 not in rounds
 
 
 @pytest.mark.parametrize("ahead", [0.0, 900.0, -900.0])

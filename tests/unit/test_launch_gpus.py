@@ -64,6 +64,21 @@ def test_gpus_without_a_rank_are_told(here: int, said: str | None) -> None:
     assert gpus.idle_gpus(8, Launched("llmtrain", 0, 0, 1, 1, {})) is None
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, False),
+        ({"SLURM_GPUS_ON_NODE": "4"}, True),
+        ({"SLURM_STEP_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        # The user hides them.
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"SLURM_GPUS_ON_NODE": "0"}, False),
+    ],
+)
+def test_gpus_of_a_job_that_torch_does_not_find(environment: dict[str, str], said: bool) -> None:
+    assert ("finds none; see what llmtrain doctor says" in str(gpus.unseen_gpus(environment))) is said
+
+
 def test_triton_needs_a_compiler_and_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name, scheme: str(tmp_path / "own"))
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)

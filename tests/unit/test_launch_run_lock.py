@@ -330,8 +330,9 @@ def test_what_is_no_file_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
         ({"job": "6"}, None, False),
         ({"job": "6", "cluster": "other"}, False, False),
         ({"job": "7"}, True, True),
+        ({"job": "7", "restart": "1"}, True, False),
     ],
-    ids=["runs", "ended", "unknown", "other cluster", "requeued"],
+    ids=["runs", "ended", "unknown", "other cluster", "requeued", "another step"],
 )
 def test_jobs_on_other_hosts(
     tmp_path: Path,
@@ -339,17 +340,29 @@ def test_jobs_on_other_hosts(
     changes: dict[str, str],
     active: bool | None,
     free: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slurm(active)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write(tmp_path, age=0.0, **changes)
     assert (holder_of(tmp_path) is None) is free
-    # If Slurm does not know, the lease decides.
+    # Unless Slurm knows that the job is over, the lease decides.
     pauses = Pauses({1: renew(tmp_path)})
     said = RunLock(tmp_path).take(pauses)
-    assert len(pauses.said) == (changes.get("cluster") == "other" or active is None)
+    assert len(pauses.said) == (not free)
     assert (said is None) is free
     if said is not None:
         assert f"by job {changes['job']}, process 1 of she on elsewhere" in said
+
+
+def test_a_process_that_is_gone_in_a_job_that_goes_on(tmp_path: Path, slurm: Callable[[bool | None], None]) -> None:
+    """A run that was killed in an interactive allocation."""
+    slurm(True)
+    write(tmp_path, age=3600.0, job="6")
+    assert holder_of(tmp_path) is None
+    pauses = Pauses({})
+    assert RunLock(tmp_path).take(pauses) is None
+    assert "waiting up to 5 s to see whether it has ended" in pauses.said[0]
 
 
 def test_after_a_crash_a_login_node_sees_that_the_job_is_over(

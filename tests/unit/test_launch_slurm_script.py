@@ -264,10 +264,34 @@ def test_torchrun_is_left_out(job: Path) -> None:
 def test_how_ranks_are_started(job: Path) -> None:
     end(start(job, "0"))
     recipe = job.parent / "a run" / "slurm" / "5.yaml"
-    plain = f"--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --distribution=block --mpi=pmix train a b {recipe}\n"
+    options = "--wait=60 --kill-on-bad-exit=0 --cpus-per-task=2 --distribution=block --mpi=pmix"
+    plain = f"--export=ALL {options} train a b {recipe}\n"
     assert (job.parent / "started").read_text() == plain
     assert recipe.read_text() == RECIPE
     end(start(job, "0", PLUGIN="task/cgroup,task/affinity", SLURM_CPUS_PER_TASK="3"))
     bound = (job.parent / "started").read_text()
     assert "--cpus-per-task=3 --cpu-bind=cores --distribution=block:block" in bound
-    assert ("--mem-bind=local" in bound) is Path("/sys/devices/system/node/node1").exists()
+    assert "--mem-bind" not in bound
+
+
+@pytest.mark.parametrize(("left", "code"), [(100, 2), (1000, 0), (-1_000_000_000, 0)])
+def test_a_job_without_time_for_a_step_does_not_begin(left: int, code: int, job: Path) -> None:
+    """Slurm would signal it at once, and it would be requeued for ever. A job without a limit may have no end."""
+    ends = max(0, int(time.time()) + left)
+    assert end(start(job, "0", SLURM_JOB_END_TIME=str(ends if left > 0 else 0))) == code
+    assert (job.parent / "started").exists() is (code == 0)
+
+
+def test_a_large_array_has_a_short_script() -> None:
+    few, many = (render(replace(JOB, series=Array(seeds)), Site()) for seeds in ("0-1", "0-9999"))
+    assert len(many) < len(few) + 200
+    assert "/a run-seed1/slurm'\n" in few
+    assert "/a run-seed2/slurm' ...\n" in many
+
+
+def test_variables_of_the_shell_that_submits_change_nothing(job: Path) -> None:
+    shell = {"requeue": "no", "restarts": "2", "margin": "9" * 9, "SLURM_JOB_END_TIME": str(int(time.time()) + 900)}
+    assert end(start(job, "75", **shell)) == 75
+    assert requeued(job)
+    assert end(start(job, "1", **shell)) == 1
+    assert (job.parent / "starts").read_text().count("\n") == 2

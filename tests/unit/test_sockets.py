@@ -99,8 +99,10 @@ def test_a_rank_is_bound_to_the_socket_of_its_card(
 def test_a_rank_that_its_launcher_has_bound_stays(
     sys: Path, bound: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 6})
-    assert bind_to_socket((0, 4), CARDS, sys) is None
+    # The last two are on both sockets.
+    for cores, ranks in (({5, 6}, 4), ({3, 4}, 4), ({2, 3, 4, 5}, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        assert bind_to_socket((0, ranks), CARDS[:ranks], sys) is None
     assert bound == []
 
 

@@ -20,12 +20,19 @@ if [ "${1##*/}" = torchrun ]; then
   exit 2
 fi
 
-# Neighbouring ranks are on one node. Bind each to its own adjacent cores if Slurm can, and to local memory if there are
-# several NUMA nodes.
+# Neighbouring ranks are on one node. Bind each to its own adjacent cores if Slurm can. A rank is bound before it
+# allocates, so that its memory is local as far as there is any: --mem-bind would end it where there is none.
 bind=(--distribution=block)
 if scontrol show config 2> /dev/null | grep -q '^TaskPlugin .*affinity'; then
   bind=(--cpu-bind=cores --distribution=block:block)
-  [ -d /sys/devices/system/node/node1 ] && bind+=(--mem-bind=local)
+fi
+
+# Slurm signals a job at once if its time is not longer than the margin.
+left=$((${SLURM_JOB_END_TIME:-0} - $(date +%s)))
+if [ "${margin:-0}" -gt 0 ] && [ "${SLURM_JOB_END_TIME:-0}" -gt 0 ] && [ "$left" -le "$margin" ]; then
+  echo "job $SLURM_JOB_ID has $left s, and margin is $margin: it would save and end before its first step" >&2
+  echo "give it more time, or lower margin" >&2
+  exit 2
 fi
 
 # On USR1, ranks finish the step, save and exit with 75. srun forwards USR1; on TERM, it would kill the job step.
@@ -47,10 +54,11 @@ failed() {
 }
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST begins at $(date '+%F %T'), restart ${SLURM_RESTART_COUNT:-0}"
-tried=0 before=$(newest)
+tried=0 before=$(newest) begun=$before
 while :; do
   # After the first rank ends, the others have a minute to end.
-  srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task="$cpus" "${bind[@]}" "${srun_options[@]}" "$@" &
+  # The ranks have this script's environment, also where SBATCH_EXPORT=NONE would keep it from them.
+  srun --export=ALL --wait=60 --kill-on-bad-exit=0 --cpus-per-task="$cpus" "${bind[@]}" "${srun_options[@]}" "$@" &
   ranks=$!
   [ -z "$asked" ] || kill -USR1 "$ranks"
   until
@@ -66,8 +74,10 @@ while :; do
   echo "the ranks ended with exit code $code; restart $tried of $restarts from ${after:-the start}" >&2
 done
 
-# A signal that ended the ranks after a request to stop came before their first step: nothing is lost.
-if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" -gt 128 ]; }; then code=75; fi
+# USR1 or TERM ended the ranks before their first step: nothing is lost. Another signal after a request to stop may have
+# ended ranks that were late to exit after they had saved; a rank that runs out of memory as it saves would do so again.
+if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" = 143 ]; }; then code=75; fi
+if [ -n "$asked" ] && [ "$code" -gt 128 ] && { [ -z "$checkpoints" ] || [ "$after" != "$begun" ]; }; then code=75; fi
 if [ "$code" = 75 ] && [ "${requeue:-yes}" = yes ]; then
   job=$(scontrol show job --oneliner "$me")
   # Do not requeue a cancelled job, or one that Slurm has already requeued.

@@ -50,6 +50,9 @@ def bind_to_socket(place: tuple[int, int], gpus: Sequence[str], sys: Path = SYS)
     where the socket of the GPU is unknown, and where fewer ranks than sockets compute on CPUs: cores would be unused.
     """
     (rank, ranks), cores, allowed = place, cores_by_socket(sys), frozenset(os.sched_getaffinity(0))
+    if len(allowed) * ranks <= sum(map(len, cores.values())) and ranks > 1:
+        # Each rank has cores of its own, or all of them few.
+        return None
     usable = sum(1 for own in cores.values() if own & allowed)
     near = [device_socket(sys / "bus/pci/devices" / address, cores) for address in gpus]
     own = near[rank if len(near) > 1 else 0] if near else None

@@ -12,8 +12,8 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 class Ending(Enum):
-    """How a rank ended by itself. reported: it printed the reason. crashed: it printed a traceback. lost: it lost
-    contact with another rank. well: it finished."""
+    """How a rank ended by itself. reported: it printed the reason, and a restart cannot help. crashed: it printed a
+    traceback, or what NCCL said, and a restart may help. lost: it lost contact with another rank. well: it finished."""
 
     NONE = ""
     WELL = "well"

@@ -17,6 +17,8 @@ STOP_SIGNAL = "LLMTRAIN_STOP_SIGNAL"
 
 # Ports at which ranks meet. They are below those that Linux assigns by itself, from 32768.
 FIRST_PORT, PORTS = 20000, 12000
+# Between the ports of two steps of a Slurm job: none of 20 steps then has the port of one of the next 570 jobs.
+_STEP_PORTS = 571
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launc
     return place
 
 
+def idle_nodes(environment: Mapping[str, str]) -> str | None:
+    """Return a sentence if a Slurm job has nodes on which a run without a launcher starts no ranks, else None."""
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    if not nodes.isdecimal() or int(nodes) < 2:
+        return None
+    return (
+        f"this job has {nodes} nodes, and the run's ranks are all on this machine; start a rank for each task with "
+        "srun llmtrain run"
+    )
+
+
 def heed_launcher() -> None:
     """Raise the signal that this rank's launcher received before it had started this rank."""
     if number := os.environ.get(STOP_SIGNAL):
@@ -63,21 +76,35 @@ def heed_launcher() -> None:
 
 def _found(environment: Mapping[str, str]) -> Launched | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        by = "llmtrain" if LAUNCHER_PID in environment else "srun" if _leaves_out(environment) else "torchrun"
-        per_node = _tasks_per_node(environment) if by == "srun" else environment.get("LOCAL_WORLD_SIZE")
-        return _launched(by, environment, per_node, {"LOCAL_WORLD_SIZE": per_node} if by == "srun" and per_node else {})
+        if LAUNCHER_PID not in environment and _leaves_out(environment):
+            given = _of_step(environment)
+            missing = {name: value for name, value in given.items() if name not in environment}
+            return _launched("srun", {**environment, **missing}, given.get("LOCAL_WORLD_SIZE"), missing)
+        by = "llmtrain" if LAUNCHER_PID in environment else "torchrun"
+        return _launched(by, environment, environment.get("LOCAL_WORLD_SIZE"), {})
     # mpirun first: inside a Slurm job it starts its processes through srun, and ranks inherit srun's variables.
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return _from_open_mpi(environment)
+    if _OPEN_MPI.start(environment):
+        return _from_mpi(environment, _OPEN_MPI)
+    # srun --mpi=pmi2 gives its tasks such variables too.
+    if _HYDRA.start(environment) and environment["PMI_SIZE"] != environment.get("SLURM_STEP_NUM_TASKS"):
+        return _from_mpi(environment, _HYDRA)
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and not _is_shell(environment):
         return _from_slurm(environment)
     return None
 
 
 def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process has the terminal of `srun --pty`, as a shell on a node has, and is no task of a
-    step: in a shell with several tasks, the others have ended."""
-    return "SLURM_PTY_PORT" in environment and os.isatty(0)
+    """Return whether this process is of a shell that `srun --pty` has started, and no task of a step: in a shell with
+    several tasks, the others have ended."""
+    return "SLURM_PTY_PORT" in environment and (os.isatty(0) or _has_terminal(environment.get("SLURM_TASK_PID", "")))
+
+
+def _has_terminal(pid: str) -> bool:
+    """Return whether a process has a terminal: the input of the caller may come from elsewhere."""
+    try:
+        return pid.isdecimal() and os.readlink(f"/proc/{pid}/fd/0").startswith("/dev/pts/")
+    except OSError:
+        return False
 
 
 def _leaves_out(environment: Mapping[str, str]) -> bool:
@@ -104,44 +131,71 @@ def _tasks_per_node(environment: Mapping[str, str]) -> str | None:
     return found and found[0]
 
 
-def _from_open_mpi(environment: Mapping[str, str]) -> Launched:
-    rank, world = environment["OMPI_COMM_WORLD_RANK"], environment["OMPI_COMM_WORLD_SIZE"]
-    here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", world)
+@dataclass(frozen=True)
+class _MpiNames:
+    """Variables in which an MPI gives a process its place. run: names the run alike on all machines; none in some."""
+
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+    run: str = ""
+
+    def start(self, environment: Mapping[str, str]) -> bool:
+        """Return whether this MPI has started several processes."""
+        return self.rank in environment and int(environment.get(self.world, "1")) > 1
+
+
+_OPEN_MPI = _MpiNames(
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+)  # fmt: skip
+# MPICH and Intel MPI.
+_HYDRA = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _from_mpi(environment: Mapping[str, str], names: _MpiNames) -> Launched:
+    rank, world = environment[names.rank], environment[names.world]
+    here = environment.get(names.local_world, world)
     if here != world and "MASTER_ADDR" not in environment:
         raise BadInputError(
             "mpirun started ranks on several machines, and nothing says where they meet; set MASTER_ADDR to the first "
-            "machine's name, as in mpirun -x MASTER_ADDR=node1"
+            "machine's name, as in mpirun -x MASTER_ADDR=node1 (Open MPI) or mpirun -genv MASTER_ADDR node1 (MPICH)"
         )
-    # Runs that share a machine need different ports. Each run has an mpirun of its own, which gives its ranks a name.
-    # Without the name its pid serves: mpirun is the ranks' parent, unless a script starts them.
-    name = environment.get("PMIX_NAMESPACE", str(os.getppid()))
-    port = FIRST_PORT + crc32(name.encode()) % PORTS
+    # Each run has an mpirun of its own, which gives its ranks a name. Without the name its pid serves on one machine:
+    # mpirun is the ranks' parent, unless a script starts them.
+    name = environment.get(names.run, str(os.getppid()) if here == world else None)
+    # Runs that share a machine need different ports.
+    port = "29500" if name is None else str(FIRST_PORT + crc32(name.encode()) % PORTS)
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
-        "LOCAL_RANK": environment.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"),
+        "LOCAL_RANK": environment.get(names.local_rank, "0"),
         "LOCAL_WORLD_SIZE": here,
         "MASTER_ADDR": environment.get("MASTER_ADDR", "localhost"),
-        "MASTER_PORT": environment.get("MASTER_PORT", "29500" if here != world else str(port)),
+        "MASTER_PORT": environment.get("MASTER_PORT", port),
     }
     return _launched("mpirun", variables, here, variables)
 
 
 def _from_slurm(environment: Mapping[str, str]) -> Launched:
-    rank, world = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
-    # Jobs that share a node need different ports, and have different ids.
-    port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
+    variables = _of_step(environment) | {"RANK": environment["SLURM_PROCID"]}
+    variables |= {"WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"]}
+    _check_order(environment)
+    return _launched("srun", variables, variables.get("LOCAL_WORLD_SIZE"), variables)
+
+
+def _of_step(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a job step gives, besides the rank and the world."""
+    # Jobs and steps that share a node need different ports, and have different ids.
+    run = int(environment.get("SLURM_JOB_ID", "0")) + _STEP_PORTS * int(environment.get("SLURM_STEP_ID", "0"))
+    per_node = _tasks_per_node(environment)
+    return {
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", ""))),
-        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(FIRST_PORT + run % PORTS)),
+        **({"LOCAL_WORLD_SIZE": per_node} if per_node else {}),
     }
-    _check_order(environment)
-    per_node = _tasks_per_node(environment)
-    variables |= {"LOCAL_WORLD_SIZE": per_node} if per_node else {}
-    return _launched("srun", variables, per_node, variables)
 
 
 def _launched(by: str, place: Mapping[str, str], per_node: str | None, variables: Mapping[str, str]) -> Launched:

@@ -15,6 +15,7 @@ from llmtrain.cluster.layout import Layout
 from llmtrain.cluster.nic import card_of
 from llmtrain.cluster.tiers import Tier, node_ranks
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.attempt import of_this_start
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
@@ -229,7 +230,8 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, dist.Store, int]:
     """Return the store that all ranks share, a part of it with a connection of its own for the watchdog, and this
     process's rank."""
     try:
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        everyone, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        store = of_this_start(everyone, rank, world, timeout)
         own = dist.PrefixStore("watch", store).clone()  # type: ignore[attr-defined]
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

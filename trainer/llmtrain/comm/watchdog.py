@@ -265,6 +265,9 @@ class Watchdog:
         while not self._over.wait(self._pause):
             silent = 0 if self._answers != answers else silent + 1
             answers = self._answers
+            # Without the store, nobody else asks.
+            if silent and self._recorder is not None and self._recorder.has_failed():
+                self._activity.lost = True
             if silent < (min(LOST_ROUNDS, self._patience) if self._activity.lost else self._patience):
                 continue
             first = self._heard.get(0, self._self)

@@ -59,7 +59,8 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
     if ranks.watchdog is None:
         return
     if (failure := _backend_failure(error)) is not None:
-        ranks.activity.ended(Ending.REPORTED)
+        # It may be the fault of a GPU, which a restart can leave behind.
+        ranks.activity.ended(Ending.CRASHED)
         ranks.watchdog.leave_word()
         ranks.watchdog.end()
         raise RunFailedError(

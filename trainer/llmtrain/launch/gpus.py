@@ -55,6 +55,18 @@ def idle_gpus(gpus: int, place: Launched) -> str | None:
     )
 
 
+def unseen_gpus(environment: Mapping[str, str]) -> str | None:
+    """Return an error if Slurm has given this process GPUs, none of which torch sees, else None. Call it where torch
+    sees none."""
+    given = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_GPUS_ON_NODE") or "0"
+    if given == "0" or not environment.get("CUDA_VISIBLE_DEVICES", given):
+        return None
+    return (
+        f"Slurm has given this job GPUs, and torch {version('torch')} finds none; see what llmtrain doctor says there, "
+        "or train on processors with --force"
+    )
+
+
 def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     """Return the environment variables that ranks on GPUs need, as CUDA reads them when it starts.
 

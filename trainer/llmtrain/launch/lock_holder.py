@@ -21,7 +21,7 @@ _STRICT = ConfigDict(extra="ignore", strict=True)
 class Holder:
     """The process that trains in a folder. started: its start in seconds since 1970. job, cluster: Slurm's number of
     the job and name of the cluster, None outside of Slurm. since: when it took the lock. place: its boot and pid
-    namespace (see `_place`), empty if unknown."""
+    namespace (see `_place`), empty if unknown. restart: how often Slurm has started the job again."""
 
     host: str
     pid: Annotated[int, Field(gt=0, lt=2**31)]
@@ -31,6 +31,7 @@ class Holder:
     cluster: str | None
     since: str
     place: str = ""
+    restart: str = ""
 
     def __str__(self) -> str:
         job = f"job {self.job}, " if self.job else ""
@@ -63,11 +64,11 @@ def is_gone(holder: Holder, unlocked: bool | None) -> bool | None:
     # Outside a job this process does not know its cluster's name; squeue then asks the local cluster.
     if holder.job is None or mine.cluster not in (None, holder.cluster):
         return None
-    # Slurm runs a job once at a time, so this process is a later start of it.
+    # Slurm runs a job once at a time, so this process is of a later start of it. Steps of one start run side by side.
     if holder.job == mine.job:
-        return True
-    active = still_active(holder.job)
-    return None if active is None else not active
+        return True if holder.restart != mine.restart else None
+    # The process may have ended in a job that goes on.
+    return True if still_active(holder.job) is False else None
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:
@@ -81,6 +82,7 @@ def this_process(environment: Mapping[str, str]) -> Holder:
         cluster=environment.get("SLURM_CLUSTER_NAME"),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         place=_place(),
+        restart=environment.get("SLURM_RESTART_COUNT", ""),
     )
 
 

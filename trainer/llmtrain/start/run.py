@@ -18,7 +18,7 @@ from llmtrain_kernels.attention.choice import PACKAGES, is_installed
 from llmtrain.checkpoint.folder import check_origin, check_start, step_folders, step_of
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.load import given_cluster
-from llmtrain.comm.environment import Launched, heed_launcher, launched
+from llmtrain.comm.environment import Launched, heed_launcher, idle_nodes, launched
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import (
     check_gpus,
@@ -28,6 +28,7 @@ from llmtrain.launch.gpus import (
     least_capability,
     set_gpu_variables,
     triton_problem,
+    unseen_gpus,
 )
 from llmtrain.launch.run_lock import locked_by, taken_by
 from llmtrain.launch.waiting import set_waiting
@@ -93,7 +94,7 @@ def start(
         )
         return
     check_gpus(gpus, place, facts.world)
-    if place is not None and place.is_first and (idle := idle_gpus(gpus, place)):
+    if idle := _idle(place, gpus):
         say(f"llmtrain: {idle}", err=True)
     set_gpu_variables(facts.world, plan.training.deterministic)
     with _reported_once(place):
@@ -120,6 +121,13 @@ def open_choices(recipe: Recipe) -> OpenChoices:
         replan=lambda facts: check_and_plan(recipe, facts),
         remarks=lambda plan: [*decisions(recipe, plan.record), *advice(recipe, plan), *offload_remarks(plan)],
     )
+
+
+def _idle(place: Launched | None, gpus: int) -> str | None:
+    """Return a sentence if the run leaves nodes or GPUs idle, else None. gpus: of this machine."""
+    if place is None:
+        return idle_nodes(os.environ)
+    return idle_gpus(gpus, place) if place.is_first else None
 
 
 def _refuse_second(folder: Path) -> None:
@@ -169,6 +177,7 @@ def _machine_problems(plan: Plan, place: Launched | None, facts: Facts, force: b
         _attention_problem(plan, facts),
         _kernels_problem(plan),
         triton_problem() if facts.device == "cuda" and facts.triton and not force else None,
+        unseen_gpus(os.environ) if facts.device == "cpu" and not force else None,
     )
     return [problem for problem in found if problem]
 

@@ -25,6 +25,8 @@ _ARRAY = re.compile(f"{_RANGE}(?:,{_RANGE})*(?:%{_NUMBER})?")
 _PART = re.compile(f"({_NUMBER})(?:-({_NUMBER}))?(?::({_STEP}))?")
 # Ends the here-document; no line of a YAML recipe equals it.
 _END = "END OF RECIPE"
+# An array may have thousands of seeds, and each of its runs keeps the script.
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -137,15 +139,19 @@ def render(job: BatchJob, site: Site) -> str:
     lines += [
         "",
         "# Written by `llmtrain submit`, which made the folder of the log too:",
-        f"# mkdir -p {' '.join(shlex.quote(str(folder / 'slurm')) for folder in job.folders)}",
+        f"# mkdir -p {' '.join(shlex.quote(str(folder / 'slurm')) for folder in job.folders[:_SHOWN])}"
+        + (" ..." if len(job.folders) > _SHOWN else ""),
         *(f"module load {shlex.quote(module)} || exit 1" for module in site.modules),
         *(f"export {name}={shlex.quote(str(value))}" for name, value in site.environment.items()),
-        *(["requeue=no"] if isinstance(job.series, Chain) and job.series.length > 1 else []),
+        # All are set here, as the shell that submits may have variables of these names.
+        f"requeue={'no' if isinstance(job.series, Chain) and job.series.length > 1 else 'yes'}",
+        f"margin={site.margin}",
+        f"restarts={job.restarts}",
         "# The recipe as it was submitted; what is edited later does not change this job.",
         f"recipe={job.recipe_file}",
         f"cat > \"$recipe\" <<'{_END}' || exit 1",
         f"{job.recipe.text}{_END}",
-        *([f"restarts={job.restarts}", "checkpoints=${recipe%/slurm/*}/checkpoints"] if job.restarts else []),
+        "checkpoints=${recipe%/slurm/*}/checkpoints",
         f"srun_options=({' '.join(map(shlex.quote, _srun_options(job, site)))})",
         f"set -- {' '.join(_command(job, site))}",
         "",
