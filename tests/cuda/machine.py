@@ -37,6 +37,7 @@ class Machine:
     strays: list[str] = field(default_factory=list)
     early: Counter[str] = field(default_factory=Counter)
     streams: int = 0
+    priorities: set[int] = field(default_factory=set)
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -244,9 +245,10 @@ def _memory(tensor: Tensor) -> int:
 class Stream:
     """Stands for `torch.cuda.Stream`."""
 
-    def __init__(self, machine: Machine, name: str | None = None) -> None:
+    def __init__(self, machine: Machine, name: str | None = None, priority: int = 0) -> None:
         if name is None:
             machine.streams += 1
+            machine.priorities.add(priority)
         self._machine, self.name = machine, name or f"stream {machine.streams}"
 
     def __eq__(self, other: object) -> bool:

@@ -31,7 +31,7 @@ class Call:
 @dataclass(eq=False)
 class Group:
     """A communicator, from the view of one of its ranks. name: the same on all of them. pools: of registered memory.
-    left: those that were deregistered."""
+    left: those that were deregistered. ctas: the most that its kernels take, None for NCCL's choice."""
 
     name: str
     members: Sequence[int]
@@ -39,6 +39,7 @@ class Group:
     calls: list[Call] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
     left: list[Pool] = field(default_factory=list)
+    ctas: int | None = None
 
     def _get_backend(self, device: torch.device) -> Any:
         return SimpleNamespace(
@@ -83,12 +84,15 @@ class Nccl:
         self.groups.append(self.world)
         self.group = SimpleNamespace(WORLD=self.world)
 
-    def group_over(self, cluster: Any, card: Any, groups: Any, *options: Any) -> Any:
+    def group_over(
+        self, cluster: Any, card: Any, groups: Any, backend: Any = None, timeout: Any = None, ctas: int | None = None
+    ) -> Any:
         """See `llmtrain.comm.groups`."""
         self._made += 1
         for members in groups:
             if self._rank in members:
-                self.groups.append(Group(f"group {self._made} {list(members)}", list(members), self._rank))
+                name = f"group {self._made} {list(members)}"
+                self.groups.append(Group(name, list(members), self._rank, ctas=ctas))
                 return self.groups[-1]
         return None
 

@@ -54,7 +54,7 @@ class Rehearsed:
     main thread waited for the device. pageable: copies between the device and pageable memory. strays: threads that
     used the device and had not set it. applied: steps that changed the weights. groups: its communicators, with their
     calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere. planned: the same by
-    the plan."""
+    the plan. priorities: of its streams."""
 
     races: list[str]
     early: list[str]
@@ -65,6 +65,7 @@ class Rehearsed:
     groups: list[Group]
     copied: tuple[float, float]
     planned: tuple[int, int]
+    priorities: set[int]
 
 
 def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehearsed:
@@ -95,6 +96,7 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
     return Rehearsed(
         races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=machine.pageable,
         strays=machine.strays, applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
+        priorities=machine.priorities,
     )  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def _device(machine: Machine) -> list[Any]:
         return tolist(tensor)
 
     stands = {
-        "Stream": lambda device=None, priority=0: Stream(machine),
+        "Stream": lambda device=None, priority=0: Stream(machine, priority=priority),
         "Event": lambda enable_timing=False, blocking=False: Event(machine),
         "current_stream": lambda device=None: Stream(machine, machine.stream),
         "stream": lambda one: machine.using(one.name),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from llmtrain.plan.collective_buffers import LANE_CTAS, MESSAGE_CTAS
 
 from tests.cuda.cases import CASES, REGISTERS
 from tests.cuda.twins import FREED, RACES
@@ -32,7 +33,38 @@ def test_ranks_make_the_same_calls(case: str, answer: Answer) -> None:
     found = answer("cases", case)
     assert found["calls"] > 0
     assert found["disagreements"] == []
-    assert found["deadlock"] == []
+
+
+# Message-driven ranks that are rehearsed one by one take messages as early as none could be there.
+ORDERED = [name for name, case in CASES.items() if case.world > 1 and "message-driven" not in str(case.keys)]
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_calls_do_not_wait_for_each_other(case: str, answer: Answer) -> None:
+    """Over all communicators together."""
+    assert answer("cases", case)["deadlock"] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "ctas"),
+    [
+        ("stage 3, 2 nodes", [LANE_CTAS]),
+        ("zero++", [LANE_CTAS]),
+        ("1f1b", [MESSAGE_CTAS]),
+        ("1f1b, stage 3", [MESSAGE_CTAS, LANE_CTAS]),
+    ],
+)
+def test_communicators_take_few_ctas(case: str, ctas: list[int], answer: Answer) -> None:
+    """By purpose: what they leave computes."""
+    assert answer("cases", case)["ctas"] == ctas
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_runs_beside_the_computation_goes_first(case: str, answer: Answer) -> None:
+    """Streams that collectives and copies of model states are queued on."""
+    assert set(answer("cases", case)["priorities"]) <= {-1, 0}
+    if CASES[case].world > 1 and "stage=3" in str(CASES[case].keys):
+        assert -1 in answer("cases", case)["priorities"]
 
 
 @pytest.mark.parametrize("case", REGISTERS)

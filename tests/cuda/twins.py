@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from llmtrain.comm import ranks, stream
 from llmtrain.comm.device import CopyTicket, DeviceCopies
+from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.stream import CudaThreadStream
 from llmtrain.offload.activation_copies import GpuCopies
 from llmtrain.offload.copies import Passed, StreamCopies
@@ -90,6 +91,10 @@ def _publish_at_once(self: StreamCopies, to: torch.Tensor, values: torch.Tensor,
     return PUBLISH(self, to, values, Passed())
 
 
+def _arrived_at_once(self: NcclMessages, channel: object, work: object) -> Any:
+    return _nothing
+
+
 def _at_once(ticket: object, job: Any) -> Any:
     return job
 
@@ -126,6 +131,15 @@ RACES = {
     "layers of sequences": Twin(CASES["tensor, sequence"], deaf(Pending, "wait")),
     "received messages": Twin(CASES["1f1b"], deaf(Transport, "receive")),
     "received messages, zero bubble": Twin(CASES["zero bubble"], deaf(Transport, "receive")),
+    "received messages, interleaved": Twin(CASES["interleaved"], deaf(Transport, "receive")),
+    "received messages, message-driven": Twin(
+        CASES["message-driven"], mock.patch.object(NcclMessages, "arrival", _arrived_at_once)
+    ),
+    "gathered weights, breadth-first": Twin(
+        CASES["breadth-first, stage 3, 2 nodes"], deaf(GatheredWeights, "wait")
+    ),
+    "gathered weights, int8": Twin(CASES["stage 3, int8"], deaf(GatheredWeights, "wait")),
+    "gathered weights, recomputed": Twin(CASES["recomputed, stage 3"], deaf(GatheredWeights, "wait")),
     "gradients that go to the host": Twin(
         CASES["optimizer on the host"], mock.patch.object(StreamCopies, "after", _after_nothing)
     ),

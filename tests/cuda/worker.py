@@ -27,8 +27,8 @@ def found_in(case: Case) -> dict[str, Any]:
     decisions = Decisions()
     ranks = [rehearse(case, rank, decisions) for rank in range(case.world)]
     groups = [one.groups for one in ranks]
-    # Message-driven ranks rehearsed one by one take messages as early as none could be there.
-    ordered = "message-driven" in str(case.keys)
+    # Nobody knows in which order, see test_rehearsal.py.
+    as_they_come = "message-driven" in str(case.keys)
     return {
         "races": sorted({race for one in ranks for race in one.races}),
         "early": sorted({use for one in ranks for use in one.early}),
@@ -53,7 +53,9 @@ def found_in(case: Case) -> dict[str, Any]:
         "registered": sum(bool(group.pools) for each in groups for group in each),
         "calls": sum(len(group.calls) for each in groups for group in each),
         "disagreements": disagreements(groups),
-        "deadlock": [] if ordered else deadlock(groups),
+        "deadlock": None if as_they_come else deadlock(groups),
+        "ctas": sorted({group.ctas for each in groups for group in each if group.ctas is not None}),
+        "priorities": sorted({one for rank in ranks for one in rank.priorities}),
     }
 
 

@@ -51,3 +51,5 @@ def test_the_group_of_all_ranks_has_one_timeout(nccl: None, monkeypatch: pytest.
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     ranks.connect(Layout({Axis.DATA: 2}), timeout=MINUTE)
     assert given["timeout"] == given["pg_options"]._timeout == ALWAYS
+    # NCCL then connects at once, and not in the first step.
+    assert given["device_id"] == torch.device("cuda", 0)

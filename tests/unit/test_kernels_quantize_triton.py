@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmtrain_kernels.quantize.packed_size import LARGEST_GPU_BLOCK
 
 from tests.triton_lab import AMD, NVIDIA, compiled, run_interpreted
 
@@ -16,7 +17,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("target", [NVIDIA, AMD], ids=["sm_90", "gfx90a"])
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
-@pytest.mark.parametrize("block", [256, 2048])
+@pytest.mark.parametrize("block", [256, 2048, LARGEST_GPU_BLOCK])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_compiles_for_gpus(bits: int, block: int, dtype: str, target: tuple[str, int | str, int]) -> None:
     """Products and sums are rounded separately, and fp32 is loaded 16 bytes at a time."""
@@ -33,7 +34,7 @@ def test_compiles_for_gpus(bits: int, block: int, dtype: str, target: tuple[str,
         aligned = {name for name in types if name in (*pointers, "x_stride", "out_stride", "numel")}
         found = compiled(kernel, types, constants, aligned, dict(kernels.OPTIONS), target)
         assert found.spilled == 0
-        assert found.registers <= 96
+        assert found.registers <= (128 if block == LARGEST_GPU_BLOCK else 96)
         if target == NVIDIA:
             assert "fma" not in found.text
             assert found.wide > 0

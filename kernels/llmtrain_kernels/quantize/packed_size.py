@@ -3,6 +3,8 @@
 # The largest code of each number of bits.
 MAX_CODE = {8: 127, 4: 7}
 WORD = 0xFFFFFFFF
+LARGEST_GPU_BLOCK = 8192
+"""The most elements of a block on a GPU: one program has all of it in its registers."""
 
 
 def packed_bytes(numel: int, bits: int, block: int) -> int:

@@ -79,7 +79,10 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     that has lost another one, before the watchdog names that one and ends the run. TORCH_NCCL_ENABLE_MONITORING,
     TORCH_NCCL_DUMP_ON_TIMEOUT: nor one that has waited long, such as in a job that was suspended. TORCH_FR_BUFFER_SIZE:
     collectives that the flight recorder keeps. CUBLAS_WORKSPACE_CONFIG: with workspaces of fixed sizes, products on
-    several streams have the same bits in every run (cuBLAS documentation, "Results reproducibility").
+    several streams have the same bits in every run (cuBLAS documentation, "Results reproducibility"). Two are left as
+    they are. CUDA_MODULE_LOADING=EAGER would load every kernel of torch at the start; the first sends of a pipeline are
+    held instead, see `messages_nccl`. NCCL_LAUNCH_ORDER_IMPLICIT would start kernels of all communicators in the order
+    of the host's calls; the ranks' calls have one order on each communicator, and streams have the others.
     """
     if "rocm" in version("torch"):
         found = {"GPU_MAX_HW_QUEUES": "16"}

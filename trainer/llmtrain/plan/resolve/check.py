@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmtrain_data.prefix import prefix_advice
 from llmtrain_kernels.attention.choice import lack
+from llmtrain_kernels.quantize.packed_size import LARGEST_GPU_BLOCK
 
 from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
@@ -149,6 +150,12 @@ def check(plan: Plan, facts: Facts) -> None:
     wide = plan.compute == "fp32"
     if facts.device == "cuda" and (what := lack(training.attention, wide, model.dropout, training.deterministic)):
         raise BadInputError(f"train.attention is {training.attention}, which has no {what}; set it to auto")
+    quantization = plan.sharding.quantization
+    if facts.device == "cuda" and quantization.any and quantization.block > LARGEST_GPU_BLOCK:
+        raise BadInputError(
+            f"quantize.block is {quantization.block}; expected at most {LARGEST_GPU_BLOCK} on GPUs, which have a block "
+            "in registers"
+        )
     if (most := max(plan.pipeline.recompute)) > model.layers:
         raise BadInputError(f"activation_checkpointing.every is {most}; expected at most model.layers ({model.layers})")
     if problem := resident_problem(plan) or gradient_dtype_problem(plan):
