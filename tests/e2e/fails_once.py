@@ -7,13 +7,13 @@ from llmtrain.cli.main import main
 from llmtrain.training import loop
 from llmtrain.training.run import Run
 
-step = loop.train_step
+train_step = loop.train_step
 
 
-def failing(run: Run, before: int) -> bool:
-    if run.ranks.rank == 1 and before == 4:
+def failing(run: Run, step: int) -> bool:
+    if run.ranks.rank == 1 and step == 4:
         raise ValueError("some bug")
-    return step(run, before)
+    return train_step(run, step)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def flip_moment(run: Run) -> None:
 def flip_shared(run: Run) -> None:
     """Flip a bit of a weight that every tensor-parallel rank holds."""
     unit = run.engine.units["blocks.1"]
-    unit.weight.view(torch.int32)[unit.spec.replicated].bitwise_xor_(1 << 12)
+    unit.weight.view(torch.int32)[unit.spec.replicated_from].bitwise_xor_(1 << 12)
 
 
 def crash(run: Run) -> None:

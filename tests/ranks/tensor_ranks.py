@@ -54,7 +54,7 @@ class Built:
             )
             assert len(flat) == unit.spec.numel
             if self.mesh.sharded:
-                dist.all_reduce(flat[unit.spec.replicated :])
+                dist.all_reduce(flat[unit.spec.replicated_from :])
             found |= named(unit.spec, flat)
         return found
 

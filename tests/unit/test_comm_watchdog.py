@@ -46,7 +46,7 @@ class Pair:
         self._watchdog._judge()
 
 
-class Gone(dist.HashStore):  # type: ignore[misc]
+class Gone(dist.HashStore):
     """The store of a rank 0 that is gone."""
 
     def set(self, key: str, value: str) -> None:

@@ -315,7 +315,7 @@ def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:
 def test_each_read_and_write_of_a_bucket_is_told(tier: Literal["host", "nvme"], tmp_path: Path) -> None:
     """The watchdog would take the reads and writes of all of them, one after another, for a hang."""
     units = units_of(torch.bfloat16)
-    offload = Offload(tier=tier, share=1.0, bucket=2048, paths=(str(tmp_path),), weights=(1.0,))
+    offload = Offload(tier=tier, share=1.0, bucket=2048, paths=(str(tmp_path),), bandwidths=(1.0,))
     buckets, told = buckets_of(units, offload), list[int]()
     found = open_states(offload, buckets, CPU, torch.bfloat16, torch.float32)
     assert found is not None

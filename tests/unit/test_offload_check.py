@@ -219,9 +219,9 @@ def test_volumes_of_the_cluster_file(tmp_path: Path) -> None:
     fast, slow = "{path: /fast, bandwidth: 6GB/s}", "{path: /slow, bandwidth: 2GB/s}"
     keys = (f"cluster={{node: {{ranks: 2, nvme: [{fast}, {slow}]}}}}", "offload.optimizer=nvme")
     offload = planned_on(tmp_path, *keys).sharding.offload
-    assert (offload.paths, offload.weights) == (("/fast", "/slow"), (6e9, 2e9))
+    assert (offload.paths, offload.bandwidths) == (("/fast", "/slow"), (6e9, 2e9))
     offload = planned_on(tmp_path, *keys, "offload.paths=[/slow, /other]").sharding.offload
-    assert (offload.paths, offload.weights) == (("/slow", "/other"), (1.0, 1.0))
+    assert (offload.paths, offload.bandwidths) == (("/slow", "/other"), (1.0, 1.0))
 
 
 def test_states_outside_are_planned(tmp_path: Path) -> None:

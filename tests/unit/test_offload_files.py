@@ -83,7 +83,7 @@ def test_a_region_is_on_its_way_on_all_volumes(in_flight: list[tuple[str, int]],
 
 def test_parts_of_several_buckets_are_on_their_way(in_flight: list[tuple[str, int]], tmp_path: Path) -> None:
     """One state of the buckets is on all volumes."""
-    offload = Offload(tier="nvme", share=1.0, bucket=1024, paths=folders(tmp_path, 3), weights=(1.0,) * 3)
+    offload = Offload(tier="nvme", share=1.0, bucket=1024, paths=folders(tmp_path, 3), bandwidths=(1.0,) * 3)
     with offloaded(torch.bfloat16, offload) as (units, outside):
         assert isinstance(outside.states, FileStates)
         outside.states.settle()

@@ -227,8 +227,8 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["pass B1.1: it reduces head 1 times; expected 0"],
     ),
     "a pass that overwrites the sum of its run": (
-        "breadth", on_role(0, in_pass("B2.1", lambda one: with_flags(one, opens=True))),
-        ["pass B2.1: the backward pass through blocks.2 has opens True; expected False"],
+        "breadth", on_role(0, in_pass("B2.1", lambda one: with_flags(one, begins_run=True))),
+        ["pass B2.1: the backward pass through blocks.2 has begins_run True; expected False"],
     ),
     "no buffer for sharded gradients": (
         "stage3", on_role(0, altered(Reduce, "blocks.2", offset=None)),

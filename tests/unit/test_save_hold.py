@@ -124,7 +124,7 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     keys = (f"offload.paths=[{volume}]", "offload.bucket=8192")
     plan = make_plan(*described_run("tiny.yaml", keys, 1))
     buckets, taken = rank_buckets(plan, 0), list[int]()
-    states = FileStates(buckets, plan.sharding.offload.paths, plan.sharding.offload.weights)
+    states = FileStates(buckets, plan.sharding.offload.paths, plan.sharding.offload.bandwidths)
     allocate = states_module.aligned_bytes
 
     def counted(count: int) -> torch.Tensor:

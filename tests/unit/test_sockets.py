@@ -154,7 +154,7 @@ def planned(described: dict[str, Any], ranks: int = 4, device: Device = "cpu", *
 
 
 def weights(plan: Plan, rank: int) -> list[float]:
-    found = for_rank(plan, rank).sharding.offload.weights
+    found = for_rank(plan, rank).sharding.offload.bandwidths
     return [weight / sum(found) for weight in found]
 
 

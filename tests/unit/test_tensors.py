@@ -75,10 +75,10 @@ def test_tensors_that_are_cut_come_first() -> None:
     with pytest.raises(ValueError, match="put them first"):
         UnitSpec("block", (weight, router, bias, norm))
     unit = UnitSpec("block", (weight, bias, router, norm))
-    assert unit.replicated == 16 * 8 + 16
+    assert unit.replicated_from == 16 * 8 + 16
     assert unit.decay_ranges == [(0, 128, True), (128, 144, False), (144, 176, True), (176, 184, False)]
     share = unit.slice(1, 2)
-    assert share.replicated == 72
+    assert share.replicated_from == 72
     assert share.decay_ranges == [(0, 64, True), (64, 72, False), (72, 104, True), (104, 112, False)]
 
 

@@ -92,9 +92,14 @@ class UnitSpec:
         return found
 
     @property
-    def replicated(self) -> int:
+    def replicated_from(self) -> int:
         """The first element of the TP-replicated tensors, which come last in the unit."""
         return self.offsets[sum(tensor.split for tensor in self.tensors)]
+
+    @property
+    def replicated_numel(self) -> int:
+        """Number of elements of the TP-replicated tensors."""
+        return self.numel - self.replicated_from
 
     def tensor_ranges(self, start: int, end: int) -> list[tuple[TensorSpec, int, int]]:
         """Return (tensor, first, last) for the part of each full tensor in `[start, end)` of the unit, in order."""

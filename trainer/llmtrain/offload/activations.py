@@ -111,6 +111,6 @@ def open_activations(
         store = HostActivations(moves, shape, dtype, pinned=on_gpu)
     else:
         size = in_pages(prod(shape) * dtype.itemsize)
-        file = StripedFile(offload.paths, [size] * moves.regions, offload.weights)
+        file = StripedFile(offload.paths, [size] * moves.regions, offload.bandwidths)
         store = FileActivations(moves, shape, dtype, file, pinned=on_gpu)
     return OffloadedActivations(moves, store, GpuCopies(store, device, shape, dtype) if on_gpu else CpuCopies(store))

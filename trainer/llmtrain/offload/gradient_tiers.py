@@ -80,17 +80,17 @@ class FileGradients:
     """Buckets in files, which pass through slots of the host's memory."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float], moves: Sequence[Move],
+        self, buckets: Sequence[Bucket], paths: Sequence[str], bandwidths: Sequence[float], moves: Sequence[Move],
         pinned: bool,
     ) -> None:  # fmt: skip
-        """weights: relative bandwidths of the volumes. moves: those of one step. pinned: whether a GPU copies from the
+        """bandwidths: those of the volumes, relative. moves: those of one step. pinned: whether a GPU copies from the
         slots.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self.link = LinkCount()
         sizes = [bucket.nbytes for bucket in buckets]
         self._numel = [bucket.numel for bucket in buckets]
-        self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
+        self._file, self._queue = StripedFile(paths, sizes, bandwidths), DirectQueue()
         count = bucket_slots(len(sizes))
         self._ring = FetchRing(self._file, self._queue, sizes, count, pinned)
         ahead = min(READ_AHEAD, count - 1)

@@ -30,7 +30,7 @@ def open_states(
         states = HostStates(buckets, pinned=device.type != "cpu")
     else:
         pinned = offload.on_device and device.type != "cpu"
-        states = FileStates(buckets, offload.paths, offload.weights, offload.overlap, pinned)
+        states = FileStates(buckets, offload.paths, offload.bandwidths, offload.overlap, pinned)
     return OffloadedStates(offload, buckets, states, device, dtype, sums)
 
 

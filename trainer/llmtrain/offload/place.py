@@ -90,7 +90,7 @@ def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTie
     pinned = not is_cpu(ranks.device)
     if offload.gradients == "host":
         return HostGradients(buckets, pinned)
-    return FileGradients(buckets, offload.paths, offload.weights, gradient_moves(units, programs), pinned)
+    return FileGradients(buckets, offload.paths, offload.bandwidths, gradient_moves(units, programs), pinned)
 
 
 def offloaded_gradients(
@@ -115,7 +115,7 @@ def _open_weights(plan: Plan, ranks: Ranks) -> tuple[OffloadedWeights | None, Mo
     offload = plan.sharding.offload
     in_files, direct = offload.parameters == "nvme", not pinned and is_direct(plan, ranks.rank)
     store: HostWeights | FileWeights = (
-        FileWeights(sizes, dtype, pinned, Volumes(offload.paths, offload.weights), direct)
+        FileWeights(sizes, dtype, pinned, Volumes(offload.paths, offload.bandwidths), direct)
         if in_files
         else HostWeights(sizes, dtype, pinned)
     )

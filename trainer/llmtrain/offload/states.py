@@ -132,16 +132,16 @@ class FileStates:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], paths: Sequence[str], weights: Sequence[float] = (), overlap: int = OVERLAP,
+        self, buckets: Sequence[Bucket], paths: Sequence[str], bandwidths: Sequence[float] = (), overlap: int = OVERLAP,
         pinned: bool = False,
     ) -> None:  # fmt: skip
-        """weights: relative bandwidths of the volumes; equal by default. overlap: most buckets that are fetched while
+        """bandwidths: those of the volumes, relative; equal by default. overlap: most buckets that are fetched while
         one is taken. pinned: whether a GPU steps them, and copies from and to the slots.
 
         Raises RunFailedError if a volume has too little space, or cannot be used."""
         self._buckets, self._lock, self._regions = buckets, threading.RLock(), Regions(buckets)
         sizes = [bucket.nbytes for bucket in self._regions.buckets]
-        self._file, self._queue = StripedFile(paths, sizes, weights), DirectQueue()
+        self._file, self._queue = StripedFile(paths, sizes, bandwidths), DirectQueue()
         self._ring = FetchRing(self._file, self._queue, sizes, bucket_slots(len(buckets), overlap), pinned)
         part = max(bucket.part for bucket in buckets)
         self._stagings = deque(aligned_bytes(PARTS * part).split(part))

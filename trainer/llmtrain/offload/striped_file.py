@@ -18,13 +18,13 @@ from llmtrain.plan.stripes import stripes
 class StripedFile:
     """Regions in one file on each volume. The files have no names, so that they are gone when their process ends.
 
-    paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. weights: relative bandwidths
+    paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. bandwidths: relative ones
     of the volumes, by which bytes are shared out; equal by default. The files take their space immediately where the
     file system can reserve it: a later write cannot find the volume full. Raises RunFailedError.
     """
 
-    def __init__(self, paths: Sequence[str], regions: Sequence[int], weights: Sequence[float] = ()) -> None:
-        self._paths, self._stripes = paths, stripes(regions, weights or [1.0] * len(paths))
+    def __init__(self, paths: Sequence[str], regions: Sequence[int], bandwidths: Sequence[float] = ()) -> None:
+        self._paths, self._stripes = paths, stripes(regions, bandwidths or [1.0] * len(paths))
         self._files = [_opened(path) for path in paths]
         self._waited = [0.0] * len(paths)
         # For `reading` and `writing`.

@@ -57,10 +57,10 @@ class HostWeights:
 
 
 class Volumes(NamedTuple):
-    """Where files lie. paths: a folder on each volume. weights: relative bandwidths of the volumes."""
+    """Where files lie. paths: a folder on each volume. bandwidths: those of the volumes, relative."""
 
     paths: tuple[str, ...]
-    weights: tuple[float, ...]
+    bandwidths: tuple[float, ...]
 
 
 class FileWeights:
@@ -79,7 +79,7 @@ class FileWeights:
         self._regions = {unit: place for place, unit in enumerate(sizes)}
         self._dtype = dtype
         regions = [in_pages(numel * dtype.itemsize) for numel in sizes.values()]
-        self._file = StripedFile(volumes.paths, regions, volumes.weights)
+        self._file = StripedFile(volumes.paths, regions, volumes.bandwidths)
         self._reads, self._writes = DirectQueue(), DirectQueue()
         largest = 0 if direct else max(regions, default=0)
         self._coming, self._going = (aligned_host_bytes(largest, pinned) for _ in range(2))

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from llmtrain.cluster.description import Nvme
 from llmtrain.errors import BadInputError
-from llmtrain.plan.offload import volume_paths, volume_weights
+from llmtrain.plan.offload import volume_bandwidths, volume_paths
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.recipe.schema import Recipe
 
@@ -31,13 +31,13 @@ class ActivationOffload:
     """Where group inputs rest that leave the device.
 
     tier: none (they stay), host (memory of the host) or nvme (files). paths: folders of files, one for each volume.
-    weights: relative bandwidths of the volumes. stay: most group inputs that stay, for each place along the pipeline
+    bandwidths: relative bandwidths of the volumes. stay: most group inputs that stay, for each place along the pipeline
     axis.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
     paths: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
+    bandwidths: tuple[float, ...] = ()
     stay: tuple[int, ...] = ()
 
     @classmethod
@@ -53,7 +53,7 @@ class ActivationOffload:
         if tier == "host":
             return cls(tier=tier, stay=stay)
         paths = volume_paths("activations", recipe.offload.paths, volumes)
-        return cls(tier=tier, paths=paths, weights=volume_weights(paths, volumes), stay=stay)
+        return cls(tier=tier, paths=paths, bandwidths=volume_bandwidths(paths, volumes), stay=stay)
 
 
 def _problem(tier: str, recomputes: bool, schedule: Schedule) -> str | None:

@@ -36,7 +36,7 @@ class Offload:
 
     tier: none (with the other part), host (memory of the host) or nvme (files). share: size of the part on each rank, 0
     for none. shares: the same of units by name, where they differ. parameters, gradients: where all weights, and all
-    sums of gradients, rest. paths: folders of files, one for each volume. weights: relative bandwidths of the volumes.
+    sums of gradients, rest. paths: folders of files, one for each volume. bandwidths: those of the volumes, relative.
     bucket: most elements that move at the same time. on_device: whether the part comes to the device to be stepped.
     backend: the kernel that steps it. overlap: buckets that are on their way while one is stepped. spare: share of the
     part that may be stepped before the gradients' norm is known, in memory of its own. spare_weights: memory of the
@@ -49,7 +49,7 @@ class Offload:
     parameters: MemoryTier = "device"
     gradients: MemoryTier = "device"
     paths: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
+    bandwidths: tuple[float, ...] = ()
     bucket: int = BUCKET
     on_device: bool = False
     backend: OptimizerBackend = "cpu"
@@ -73,7 +73,7 @@ class Offload:
             parameters=_memory(recipe.parameters),
             gradients=_memory(recipe.gradients),
             paths=paths,
-            weights=volume_weights(paths, volumes),
+            bandwidths=volume_bandwidths(paths, volumes),
             bucket=rounded(bucket),
             on_device=recipe.step == "device",
             backend=backend if recipe.step == "device" or device == "cpu" else "cpu",
@@ -140,8 +140,8 @@ def volume_paths(key: str, paths: Sequence[str], volumes: Sequence[Nvme]) -> tup
     return found
 
 
-def volume_weights(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
-    """Return the described bandwidth of each path's volume; equal weights if one of them is not described."""
+def volume_bandwidths(paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[float, ...]:
+    """Return the described bandwidth of each path's volume; equal ones if one of them is not described."""
     described = {volume.path: volume.bandwidth for volume in volumes}
     known = [described.get(path) for path in paths]
     return tuple(1.0 if None in known or one is None else float(quantity(one, "byte/s")) for one in known)

@@ -17,16 +17,16 @@ class Stripe:
     nbytes: int
 
 
-def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Stripe]]:
+def stripes(regions: Sequence[int], bandwidths: Sequence[float]) -> list[list[Stripe]]:
     """Split each region into at most one part per volume, so that the bytes of all regions so far are divided in
-    proportion to the volumes' weights, up to whole pages. Return the parts of each region. Each region begins on
+    proportion to the volumes' bandwidths, up to whole pages. Return the parts of each region. Each region begins on
     another volume: what lies at the same place of several regions, as the masters of buckets do, is on all volumes.
 
-    regions: bytes of each, whole pages. weights: relative bandwidths of the volumes.
+    regions: bytes of each, whole pages. bandwidths: those of the volumes, relative.
     """
-    found, ends = [], [0] * len(weights)
-    for place, sizes in enumerate(striped(regions, weights)):
-        order = [(place + number) % len(weights) for number in range(len(weights))]
+    found, ends = [], [0] * len(bandwidths)
+    for place, sizes in enumerate(striped(regions, bandwidths)):
+        order = [(place + number) % len(bandwidths) for number in range(len(bandwidths))]
         firsts = accumulate((sizes[volume] for volume in order), initial=0)
         parts = ((volume, ends[volume], first, sizes[volume]) for volume, first in zip(order, firsts, strict=False))
         found.append([Stripe(*one) for one in parts if one[3]])
@@ -34,12 +34,12 @@ def stripes(regions: Sequence[int], weights: Sequence[float]) -> list[list[Strip
     return found
 
 
-def striped(regions: Iterable[int], weights: Sequence[float]) -> Iterator[list[int]]:
-    """Yield the bytes of each region that lie on each volume. regions, weights: see `stripes`."""
-    ends, total, all_weights = [0] * len(weights), 0, sum(weights)
+def striped(regions: Iterable[int], bandwidths: Sequence[float]) -> Iterator[list[int]]:
+    """Yield the bytes of each region that lie on each volume. regions, bandwidths: see `stripes`."""
+    ends, total, together = [0] * len(bandwidths), 0, sum(bandwidths)
     for nbytes in regions:
         total += nbytes
-        wanted = [total * weight / all_weights - end for weight, end in zip(weights, ends, strict=True)]
+        wanted = [total * one / together - end for one, end in zip(bandwidths, ends, strict=True)]
         sizes = _pages(wanted, nbytes)
         yield sizes
         for volume, size in enumerate(sizes):

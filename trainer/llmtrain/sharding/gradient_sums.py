@@ -127,7 +127,7 @@ class BufferedSum:
     def start(self, backward_pass: BackwardPass, passing: bool) -> bool:
         """See GradientSum."""
         self._leading, self.missing = backward_pass.leading, _gradients(backward_pass, self._unit)
-        self._overwrites = backward_pass.opens
+        self._overwrites = backward_pass.begins_run
         _clear(self._unit)
         return True
 

@@ -32,7 +32,7 @@ class ReplicaGroups:
     def sum_partial(self, unit: ShardedUnit, gradient: Tensor) -> None:
         """Sum the tensor-parallel ranks' parts of the gradients of TP-replicated parameters. gradient: of the full
         unit, `[padded]` of its dtype; changed in place."""
-        part = gradient[unit.spec.replicated : unit.spec.numel]
+        part = gradient[unit.spec.replicated_from : unit.spec.numel]
         if self.partial is not None and len(part):
             self.activity.wait(self.partial.all_reduce(part).wait)
 
@@ -47,7 +47,7 @@ class ReplicaGroups:
         """Return the ranges of this rank's optimizer shard, each with the share of its squares that this rank adds to
         the squared norm of the model."""
         start, end = unit.ranges.optimizer
-        middle = start + unit.own(unit.spec.replicated)
+        middle = start + unit.own(unit.spec.replicated_from)
         if name in self.second:
             return []
         if self.copies == 1:
@@ -70,12 +70,12 @@ class ReplicaGroups:
 
     def _average_replicated(self, stage: Collectives, units: Collection[ShardedUnit]) -> None:
         """Replace the gradients of TP-replicated parameters by their mean over the stage's ranks."""
-        sizes = [unit.spec.numel - unit.spec.replicated for unit in units]
+        sizes = [unit.spec.replicated_numel for unit in units]
         every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
         held: list[tuple[Tensor, Tensor, float]] = []
         for unit, values in zip(units, every.split(sizes), strict=True):
-            start, end = (max(place - unit.spec.replicated, 0) for place in unit.ranges.optimizer)
-            place, part = unit.own(unit.spec.replicated), values[start:end]
+            start, end = (max(place - unit.spec.replicated_from, 0) for place in unit.ranges.optimizer)
+            place, part = unit.own(unit.spec.replicated_from), values[start:end]
             holders = unit.degrees.ranks // unit.degrees.optimizer * self.copies
             held.append((unit.owned_gradient[place : place + len(part)], part, 1 / holders))
         for own, part, _ in held:

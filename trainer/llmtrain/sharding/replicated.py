@@ -22,7 +22,7 @@ class ReplicatedParameters:
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
-        size = unit.spec.numel - unit.spec.replicated
+        size = unit.spec.replicated_numel
         self._values = torch.zeros(size, dtype=unit.weight.dtype, device=unit.weight.device)
 
     def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
@@ -42,7 +42,7 @@ class ReplicatedParameters:
     def put(self, weights: Tensor, offset: int) -> None:
         """Write the parameters into `weights`, `[n]` of their dtype: a range of the unit that begins at element
         `offset`."""
-        first = self._unit.spec.replicated
+        first = self._unit.spec.replicated_from
         start, end = max(first, offset), min(self._unit.spec.numel, offset + len(weights))
         if start < end:
             weights[start - offset : end - offset].copy_(self._values[start - first : end - first])
@@ -54,7 +54,7 @@ class ReplicatedParameters:
 
     def _take(self) -> None:
         """Copy this rank's part from its masters and zero the rest, so that the sum over ranks has all parts."""
-        unit, first = self._unit, self._unit.spec.replicated
+        unit, first = self._unit, self._unit.spec.replicated_from
         start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
         self._values.zero_()
         masters = unit.optimizer.read("master", start, end)

@@ -59,7 +59,7 @@ def _held(engine: Engine, kind: str) -> Iterator[Held]:
         elif kind == "optimizer states" or (kind == "tied embeddings" and name in groups.tied):
             yield _optimizer_states(unit)
         elif kind == "weights that tensor-parallel ranks share" and groups.copies > 1:
-            yield _weights(engine, unit, max(unit.spec.replicated, unit.ranges.weights[0]))
+            yield _weights(engine, unit, max(unit.spec.replicated_from, unit.ranges.weights[0]))
 
 
 def _weights(engine: Engine, unit: ShardedUnit, start: int) -> Held:

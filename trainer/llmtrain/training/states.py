@@ -117,7 +117,7 @@ def _shards_to_write(run: Run) -> list[OptimizerStateRange]:
             continue
         start, end = _without_padding(unit.spec, unit.ranges.optimizer)
         if tensor:
-            start, end = min(start, unit.spec.replicated), min(end, unit.spec.replicated)
+            start, end = min(start, unit.spec.replicated_from), min(end, unit.spec.replicated_from)
         copies, copy = unit.degrees.ranks // unit.degrees.optimizer, unit.hops.place // unit.degrees.optimizer
         first, last = even_share(end - start, copies, copy)
         shards.append(OptimizerStateRange(unit.spec, unit.optimizer, start + first, start + last))

@@ -87,8 +87,8 @@ def _written(plan: Plan, node: Sequence[int]) -> _Written:
         for count, in_files in _states(plan, rank):
             total += count
             offloaded += in_files
-        for path, weight in zip(offload.paths, offload.weights, strict=True):
-            read[path] += int(offloaded * weight / sum(offload.weights))
+        for path, weight in zip(offload.paths, offload.bandwidths, strict=True):
+            read[path] += int(offloaded * weight / sum(offload.bandwidths))
     return _Written(total, read)
 
 
@@ -102,7 +102,7 @@ def _states(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
         placement = plan.sharding.placements[unit.name]
         degrees, padded = placement.degrees, placement.padded(unit.numel)
         place = grid.coordinate(rank, *placement.axes)
-        own = unit.replicated if grid.coordinate(rank, Axis.TENSOR) else unit.numel
+        own = unit.replicated_from if grid.coordinate(rank, Axis.TENSOR) else unit.numel
         start, end = (min(one, own) for one in shard_range(placement.levels, place, degrees.optimizer, padded))
         copies, copy = degrees.ranks // degrees.optimizer, place // degrees.optimizer
         first, last = even_share(end - start, copies, copy)

@@ -41,10 +41,10 @@ def volume_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Moved
     near = for_rank(plan, rank)
     states, activations = near.sharding.offload, near.activation_offload
     found = {
-        "optimizer": _moved(_optimizer(near, rank), states.paths, states.weights),
-        "weights": _moved(_weights(near, rank, programs), states.paths, states.weights),
-        "gradients": _moved(_gradients(near, rank, programs), states.paths, states.weights),
-        "activations": _moved(_activations(near, rank), activations.paths, activations.weights),
+        "optimizer": _moved(_optimizer(near, rank), states.paths, states.bandwidths),
+        "weights": _moved(_weights(near, rank, programs), states.paths, states.bandwidths),
+        "gradients": _moved(_gradients(near, rank, programs), states.paths, states.bandwidths),
+        "activations": _moved(_activations(near, rank), activations.paths, activations.bandwidths),
     }
     return {name: moved for name, moved in found.items() if moved}
 
@@ -86,9 +86,9 @@ def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
         yield from ((size, written[region], written[region]) for region in range(moves.regions))
 
 
-def _moved(regions: Iterable[_Region], paths: Sequence[str], weights: Sequence[float]) -> Moved:
+def _moved(regions: Iterable[_Region], paths: Sequence[str], bandwidths: Sequence[float]) -> Moved:
     held, read, written = list(regions), [0] * len(paths), [0] * len(paths)
-    by_region = striped([nbytes for nbytes, _, _ in held], weights)
+    by_region = striped([nbytes for nbytes, _, _ in held], bandwidths)
     for (_, reads, writes), sizes in zip(held, by_region, strict=True):
         for volume, size in enumerate(sizes):
             read[volume] += reads * size

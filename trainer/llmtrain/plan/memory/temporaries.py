@@ -28,7 +28,7 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
     gradient = (waiting + max(held.values())) * plan.compute_bytes
     averaged = 0
     if plan.averages_replicas:
-        averaged = 4 * sum(unit.numel - unit.replicated for unit in role.units)
+        averaged = 4 * sum(unit.replicated_numel for unit in role.units)
     return max(gradient, averaged)
 
 

@@ -31,29 +31,29 @@ class VolumeShare:
 
 
 def for_rank(plan: Plan, rank: int) -> Plan:
-    """Return the plan with the weights of volumes as a rank of the run uses them."""
+    """Return the plan with the bandwidths of volumes as a rank of the run uses them."""
     states = _near(plan, plan.sharding.offload, rank)
     sharding = replace(plan.sharding, offload=states)
     return replace(plan, sharding=sharding, activation_offload=_near(plan, plan.activation_offload, rank))
 
 
 def _near(plan: Plan, files: F, rank: int) -> F:
-    by_socket = _weights_by_socket(plan, files)
-    return files if by_socket is None else replace(files, weights=by_socket[socket_of(plan, rank)])
+    by_socket = _bandwidths_by_socket(plan, files)
+    return files if by_socket is None else replace(files, bandwidths=by_socket[socket_of(plan, rank)])
 
 
 def volume_shares(plan: Plan) -> list[VolumeShare]:
     """Return the shares of the volumes of a node, in the order of the plan's paths."""
     offload: Files = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
-    by_socket = _weights_by_socket(plan, offload)
-    sockets, total = _volume_sockets(plan, offload), sum(offload.weights)
+    by_socket = _bandwidths_by_socket(plan, offload)
+    sockets, total = _volume_sockets(plan, offload), sum(offload.bandwidths)
     ranks, found = _ranks_of_sockets(plan), []
     for place, path in enumerate(offload.paths):
         far = 0.0
         if by_socket is not None:
             others = (socket for socket in range(len(ranks)) if socket != sockets[place])
             far = sum(by_socket[one][place] * ranks[one] / sum(ranks) for one in others if ranks[one])
-        found.append(VolumeShare(path, sockets[place], offload.weights[place] / total, far))
+        found.append(VolumeShare(path, sockets[place], offload.bandwidths[place] / total, far))
     return found
 
 
@@ -65,17 +65,17 @@ def socket_of(plan: Plan, rank: int) -> int:
     return rank % node.ranks * node.sockets // node.ranks
 
 
-def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | None:
+def _bandwidths_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | None:
     """Return the shares of a rank's bytes that the volumes get, for the ranks of each socket; None where the sockets of
     volumes are not stated, or where there is but one."""
     sockets, ranks = [one for one in _volume_sockets(plan, files) if one is not None], _ranks_of_sockets(plan)
     if len(ranks) < 2 or len(sockets) < max(2, len(files.paths)):
         return None
-    weights, total = files.weights, sum(files.weights)
+    bandwidths, total = files.bandwidths, sum(files.bandwidths)
     # Both in parts of all bytes of a node: what the ranks of a socket have, and what its volumes take.
     has = [count / sum(ranks) for count in ranks]
     capacity = [
-        sum(w for w, own in zip(weights, sockets, strict=True) if own == one) / total for one in range(len(ranks))
+        sum(w for w, own in zip(bandwidths, sockets, strict=True) if own == one) / total for one in range(len(ranks))
     ]
     near = [min(one, other) for one, other in zip(has, capacity, strict=True)]
     # What is left of both goes to the other sockets, in proportion.
@@ -85,7 +85,7 @@ def _weights_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] | No
         at = sockets[place]
         own = near[socket] if at == socket else 0.0
         far = (has[socket] - near[socket]) * (capacity[at] - near[at]) / left if left > 1e-12 else 0.0
-        return (own + far) / has[socket] * weights[place] / total / capacity[at]
+        return (own + far) / has[socket] * bandwidths[place] / total / capacity[at]
 
     return [
         tuple(share(socket, place) if has[socket] else 0.0 for place in range(len(sockets)))

@@ -43,5 +43,5 @@ def _complete_early(plan: Plan, rank: int, unit: UnitSpec, bucket: Bucket) -> bo
         padded = placement.padded(unit.numel)
         place = plan.grid.coordinate(rank, *placement.axes)
         start, _ = shard_range(placement.levels, place, placement.degrees.optimizer, padded)
-        return start + bucket.end <= unit.replicated
+        return start + bucket.end <= unit.replicated_from
     return True

@@ -70,7 +70,7 @@ def state_bytes(units: Iterable[UnitSpec], sharding: Sharding, compute_bytes: in
         total += unit_states(unit.numel, placement, quantization, compute_bytes, stays)
         packed = quantization.weights > 0 or quantization.secondary > 0
         if updates_apart(unit, placement.degrees, packed, tensor > 1):
-            total += StateBytes(replicated=(unit.numel - unit.replicated) * compute_bytes)
+            total += StateBytes(replicated=unit.replicated_numel * compute_bytes)
     return total
 
 
@@ -113,4 +113,4 @@ def fits(
 def updates_apart(unit: UnitSpec, degrees: Degrees, packed: bool, tensor_parallel: bool) -> bool:
     """Return whether a unit's TP-replicated parameters are sent unpacked, apart from the rest. packed: whether weights
     or their secondary copy are packed. tensor_parallel: whether tensor-parallel ranks share the unit."""
-    return tensor_parallel and packed and degrees.optimizer > 1 and unit.replicated < unit.numel
+    return tensor_parallel and packed and degrees.optimizer > 1 and unit.replicated_numel > 0

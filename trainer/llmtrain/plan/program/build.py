@@ -208,6 +208,6 @@ def _runs(
             yield from ([one] for one in buffered)
             continue
         run += buffered
-        if run and any(one.closes for one in passed):
+        if run and any(one.ends_run for one in passed):
             yield run
             run = []

@@ -88,17 +88,17 @@ class BackwardPass:
     """One backward pass through a unit.
 
     first, last: whether it is the unit's first or last of the step: the first overwrites the sum of gradients, the last
-    completes it. leading: whether it uses only the unit's first parameter. opens, closes: whether it is the first or
-    the last of a run of passes whose gradients are summed in one buffer before they are reduced. offset: of this
-    buffer, see Reduce.
+    completes it. leading: whether it uses only the unit's first parameter. begins_run, ends_run: whether it is the
+    first or the last of a run of passes whose gradients are summed in one buffer before they are reduced. offset: of
+    this buffer, see Reduce.
     """
 
     unit: str
     first: bool
     last: bool
     leading: bool = False
-    opens: bool = True
-    closes: bool = True
+    begins_run: bool = True
+    ends_run: bool = True
     offset: int | None = None
 
 

@@ -73,7 +73,7 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
     offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
     places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
     in_files, gradient_bytes = offload.tier == "nvme", plan.gradient_bytes
-    files = striped([one.nbytes for one in buckets], offload.weights) if in_files else repeat(())
+    files = striped([one.nbytes for one in buckets], offload.bandwidths) if in_files else repeat(())
     for bucket, parts in zip(buckets, files, strict=False):
         numel, placement = bucket.numel, plan.sharding.placements[bucket.unit]
         brought = placement.moves_gradients

@@ -80,13 +80,17 @@ def backward_passes(
     found = []
     for action in actions:
         layout, own = layouts[action.chunk], list[BackwardPass]()
-        opens, closes = next(ends) if action.kind is kind else (False, False)
+        begins_run, ends_run = next(ends) if action.kind is kind else (False, False)
         for name in layout.units if action.kind is kind else ():
             done[name] += 1
             # A tied head uses the token matrix of the embedding alone.
             leading = name == "embedding" and not layout.opens
             first, last = done[name] == 1, done[name] == total[name]
-            own.append(BackwardPass(unit=name, first=first, last=last, leading=leading, opens=opens, closes=closes))
+            own.append(
+                BackwardPass(
+                    unit=name, first=first, last=last, leading=leading, begins_run=begins_run, ends_run=ends_run
+                )
+            )
         found.append(tuple(own))
     return found
 

@@ -84,7 +84,7 @@ def _groups(plan: Plan, rank: int, units: Sequence[UnitTraffic]) -> Iterator[_Gr
 
 def averaged_bytes(units: Sequence[UnitTraffic]) -> int:
     """Return the bytes of the gradients of TP-replicated parameters that a stage averages, in fp32."""
-    return 4 * sum(one.spec.numel - one.spec.replicated for one in units)
+    return 4 * sum(one.spec.replicated_numel for one in units)
 
 
 def tied_bytes(embedding: UnitTraffic) -> int:

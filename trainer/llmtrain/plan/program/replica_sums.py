@@ -13,7 +13,7 @@ def partial_elements(plan: Plan, rank: int, units: Sequence[UnitSpec]) -> Mappin
     a rank of the run."""
     if "partial" not in replica_groups(plan, rank):
         return {}
-    return {unit.name: unit.numel - unit.replicated for unit in units if unit.replicated < unit.numel}
+    return {unit.name: unit.replicated_numel for unit in units if unit.replicated_numel}
 
 
 def final_sums(plan: Plan, rank: int, units: Sequence[UnitSpec]) -> Iterator[ReplicaSum]:
@@ -23,7 +23,7 @@ def final_sums(plan: Plan, rank: int, units: Sequence[UnitSpec]) -> Iterator[Rep
         if placements[name].degrees.ranks == 1:
             yield ReplicaSum("partial", name, elements)
     if "stage" in groups:
-        yield ReplicaSum("stage", "", sum(unit.numel - unit.replicated for unit in units))
+        yield ReplicaSum("stage", "", sum(unit.replicated_numel for unit in units))
     if "tied" in groups:
         embedding, placement = next(unit for unit in units if unit.name == "embedding"), placements["embedding"]
         yield ReplicaSum("tied", "embedding", placement.padded(embedding.numel) // placement.degrees.optimizer)

@@ -82,7 +82,7 @@ class ProgramSpec:
     def is_reduced(self, passed: BackwardPass) -> bool:
         """Whether a backward pass reduces its unit's gradients."""
         if self.is_buffered(passed.unit):
-            return passed.closes
+            return passed.ends_run
         return passed.last and self.degrees[passed.unit].ranks > 1
 
     def is_buffered(self, unit: str) -> bool:

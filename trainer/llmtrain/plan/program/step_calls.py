@@ -136,8 +136,8 @@ class StepCalls:
                 sums.append((unit.spec, element_bytes, times))
         sums += [(unit.spec, unit.sum_bytes, 1) for unit in units if unit.placement.degrees.ranks == 1]
         for spec, element_bytes, times in sums:
-            if spec.replicated < spec.numel:
-                yield (spec.numel - spec.replicated) * element_bytes, times
+            if spec.replicated_numel:
+                yield spec.replicated_numel * element_bytes, times
 
     @cached_property
     def _passes(self) -> Counter[tuple[Kind, int]]:

@@ -119,7 +119,7 @@ class UnitTraffic:
     @property
     def replicated_bytes(self) -> int:
         """Bytes of the TP-replicated parameters in the compute dtype."""
-        return (self.spec.numel - self.spec.replicated) * self.element_bytes
+        return self.spec.replicated_numel * self.element_bytes
 
     @property
     def replicated_lanes(self) -> list[tuple[Lane, Level]]:

@@ -29,13 +29,13 @@ class SpaceNeeded(NamedTuple):
 def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
     rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
-    paths, total = rests.paths, sum(rests.weights)
+    paths, total = rests.paths, sum(rests.bandwidths)
     if not paths:
         return None
     ranks = min(ranks_per_node, plan.grid.world)
     files = ranks * max(_files(plan, role.rank) for role in roles(plan))
     # Volumes take bytes in proportion to their bandwidths.
-    needed = [int(files * weight / total) for weight in rests.weights]
+    needed = [int(files * one / total) for one in rests.bandwidths]
     advice = "give a larger volume or more of them, or offload less"
     space = SpaceNeeded(f"the offload of {units.count(ranks, 'rank')}", advice)
     # The folders may be those of the cluster file.

@@ -68,7 +68,7 @@ def _run_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
                 yield f"{place}: the gradients of {passed.unit} are not added to those of its pass before"
         held |= {passed.unit: passed.offset for passed in buffered if passed.offset is not None}
         taken = {**reducing, **held}
-        for unit in (passed.unit for passed in buffered if passed.opens):
+        for unit in (passed.unit for passed in buffered if passed.begins_run):
             for other in taken:
                 ranges = [(taken[name], taken[name] + spec.padded[name]) for name in (unit, other)]
                 if unit != other and ranges_overlap(*ranges):

@@ -60,7 +60,7 @@ def _flag_problems(one: Pass, expected: Mapping[str, BackwardPass]) -> Iterator[
             yield f"pass {one.action}: it has {counted[unit]} backward passes through {unit}; expected {wanted}"
     for passed in one.backward:
         right = expected.get(passed.unit, passed)
-        for flag in ("first", "last", "leading", "opens", "closes"):
+        for flag in ("first", "last", "leading", "begins_run", "ends_run"):
             said, holds = getattr(passed, flag), getattr(right, flag)
             if said != holds:
                 yield (
