@@ -8,11 +8,12 @@ from unittest import mock
 
 import torch
 from llmtrain.comm import ranks, stream
-from llmtrain.comm.device import CopyTicket, DeviceCopies
+from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.messages_nccl import NcclMessages
 from llmtrain.comm.stream import CudaThreadStream
+from llmtrain.comm.waits import AllOf, Done
 from llmtrain.offload.activation_copies import GpuCopies
-from llmtrain.offload.copies import Passed, StreamCopies
+from llmtrain.offload.copies import StreamCopies
 from llmtrain.offload.gradient_tiers import FileGradients
 from llmtrain.offload.staging import Pinned
 from llmtrain.offload.stepper import StepTicket
@@ -46,7 +47,7 @@ def _nothing(*arguments: object, **others: object) -> None:
 
 
 WAITS = [
-    *((owner, "wait") for owner in (stream._StreamTicket, stream.JoinedTicket, StepTicket, Work)),
+    *((owner, "wait") for owner in (stream._StreamTicket, AllOf, StepTicket, Work)),
     *((owner, "synchronize") for owner in (Stream, Event)),
 ]
 
@@ -78,7 +79,7 @@ def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
             job()
             done.record()
 
-    return stream.JoinedTicket([self._thread.submit(run), stream._StreamTicket(done, self._activity)])
+    return AllOf([self._thread.submit(run), stream._StreamTicket(done, self._activity)])
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def _after_nothing(self: StreamCopies, event: object) -> Any:
 
 
 def _publish_at_once(self: StreamCopies, to: torch.Tensor, values: torch.Tensor, after: object) -> Any:
-    return PUBLISH(self, to, values, Passed())
+    return PUBLISH(self, to, values, Done())
 
 
 def _arrived_at_once(self: NcclMessages, channel: object, work: object) -> Any:
@@ -173,7 +174,7 @@ RACES = {
     ),
     "batches that come": Twin(CASES["one rank"], mock.patch.object(stream._StreamTicket, "wait", _nothing)),
     "batches that are read": Twin(CASES["one rank"], deaf(DeviceCopies, "copy")),
-    "states that are saved": Twin(CASES["saved"], mock.patch.object(CopyTicket, "wait", _nothing)),
+    "states that are saved": Twin(CASES["saved"], mock.patch.object(Event, "wait", _nothing)),
     "numbers that the host reads": Twin(CASES["one rank"], mock.patch.object(loop, "start_to_host", _not_yet)),
 }  # fmt: skip
 

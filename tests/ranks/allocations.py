@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmtrain.comm.stream import Job, ThreadStream, Ticket
+from llmtrain.comm.stream import Job, ThreadStream
+from llmtrain.comm.waits import Ticket
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -22,7 +22,8 @@ from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import subgroups
 from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
-from llmtrain.comm.stream import Job, ThreadStream, Ticket
+from llmtrain.comm.stream import Job, ThreadStream
+from llmtrain.comm.waits import Ticket
 from llmtrain.offload.stepper import Do, Stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.parallel.pipeline.transport import Transport

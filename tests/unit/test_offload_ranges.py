@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 import torch
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.sharding.optimizer_shard import STATES, StepRange
 from llmtrain.sharding.unit import ShardedUnit
 

@@ -5,9 +5,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmtrain.comm.waits import Done, Event
 from llmtrain.offload import copies as copies_module
 from llmtrain.offload import staging as staging_module
-from llmtrain.offload.copies import Event, Passed, StreamCopies
+from llmtrain.offload.copies import StreamCopies
 from llmtrain.offload.staging import BucketStep, OnDevice, Pinned, Staging, StepAhead
 from llmtrain.sharding.optimizer_shard import SeparateMasters, StepRule
 from llmtrain_kernels.adamw.step import AdamWStep
@@ -98,7 +99,7 @@ def stepped(
             bucket=number, part=slice(0, size), last=True, within=(0, size), rule=cast(StepRule, Doubles(late)),
             gradient=gradient, weight=weight, computed=event,
         )  # fmt: skip
-        came: Event = Passed()
+        came: Event = Done()
         if ahead:
             stepped, new = StepAhead(work, torch.zeros(size).bfloat16()), torch.zeros_like(old)
             staging.step_ahead(stepped, old, new, True, numbers)
@@ -150,7 +151,7 @@ class Earlier(StreamCopies):
     """Does not wait until the gradient is computed."""
 
     def after(self, event: Event) -> Any:
-        return super().after(Passed())
+        return super().after(Done())
 
 
 class Impatient(StreamCopies):
@@ -175,11 +176,11 @@ class Unreported(StreamCopies):
     """Does not say when the weights are there."""
 
     def record(self) -> Event:
-        return Passed()
+        return Done()
 
     def publish(self, to: torch.Tensor, values: torch.Tensor, after: Event) -> Event:
         super().publish(to, values, after)
-        return Passed()
+        return Done()
 
 
 @pytest.mark.parametrize(

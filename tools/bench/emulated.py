@@ -15,8 +15,8 @@ from itertools import product
 from typing import cast
 
 import torch
+from llmtrain.comm.waits import Done, Event
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload.copies import Event, Passed
 from llmtrain.offload.staging import BucketStep, InPlace, StepAhead
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.stepper import Stepper, StepTicket
@@ -261,7 +261,7 @@ class EmulatedRun:
         weight = torch.zeros(self._size, dtype=torch.bfloat16)
         return BucketStep(
             bucket=place, part=slice(0, self._size), last=True, within=(0, self._size), rule=self._rule,
-            gradient=gradient, weight=weight, computed=Passed(),
+            gradient=gradient, weight=weight, computed=Done(),
         )  # fmt: skip
 
     @property

@@ -19,9 +19,10 @@ from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.checkpoint.shard_file import Content, Range, ShardFile, merge_shard_files, write_shard_file
 from llmtrain.checkpoint.state_shard import StateRange, StoredBytes
 from llmtrain.checkpoint.store_messages import StoreMessages
-from llmtrain.comm.device import CopyTicket, HostCopies
+from llmtrain.comm.device import HostCopies
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.stream import waiting_stream
+from llmtrain.comm.waits import Done, Event
 from llmtrain.errors import RunFailedError
 
 
@@ -34,7 +35,7 @@ class _Save:
     step: int
     shards: Sequence[StateRange]
     host: list[torch.Tensor]
-    copied: CopyTicket
+    copied: Event
     progress: dict[str, JsonValue]
     about: Mapping[str, dict[str, JsonValue]]
 
@@ -73,7 +74,7 @@ class Checkpointer:
         self._folder, self._ranks, self._keep = folder, ranks, keep
         self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
         self._staging: HostCopies | None = None
-        self._copied = CopyTicket()
+        self._copied: Event = Done()
         self._failure: str | None = None
         self._warning = ""
         self._idle = threading.Event()

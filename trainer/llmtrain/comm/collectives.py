@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 
 # Their names since torch 2.13, which warns of the old ones.
@@ -16,30 +16,11 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Work(Protocol):
-    """A collective that has started."""
-
-    def wait(self) -> object:
-        """Wait for the result. On CUDA the current stream waits, and the host continues."""
-
-
-@dataclass(frozen=True)
-class AllOf:
-    """Several pieces of work as one; without any, work that is done."""
-
-    works: Sequence[Work] = ()
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self.works:
-            work.wait()
-
-
 @dataclass(frozen=True)
 class Then:
-    """Work with a last computation, which makes the result. work: None if it is done."""
+    """Ticket with a last computation, which makes the result. work: None if it is done."""
 
-    work: Work | None
+    work: Ticket | None
     finish: Callable[[], object]
 
     def wait(self) -> None:
@@ -86,23 +67,23 @@ class Collectives(ABC):
         return self.order == tuple(range(self.size))
 
     @abstractmethod
-    def all_gather(self, gathered: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Ticket:
         """Fill `gathered`, `[size * n]` of any dtype, with the parts of all ranks. This rank's part is at its place
         already."""
 
     @abstractmethod
-    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Ticket:
         """Sum part k of all ranks' `values`, `[size * n]`, into rank k's `total`, `[n]`.
 
         The parts are sent as `wire` and added in fp32. total: fp32, or of the dtype `wire`.
         """
 
     @abstractmethod
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Ticket:
         """Send row k of `sent` to rank k, and put what it sends into row k of `received`. Both `[size, n]`, uint8."""
 
     @abstractmethod
-    def all_reduce(self, x: Tensor) -> Work:
+    def all_reduce(self, x: Tensor) -> Ticket:
         """Sum contiguous `x`, of any shape and float dtype, over the ranks in place. The result has the same bits on
         every rank."""
 

@@ -11,6 +11,7 @@ from llmtrain_kernels.direct_io.queue import aligned_bytes
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
+from llmtrain.comm.waits import Done, Event
 
 # The number of glibc's option, as malloc.h has it.
 _M_MMAP_THRESHOLD = -3
@@ -177,23 +178,6 @@ def start_to_host(values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-@dataclass(frozen=True)
-class CopyTicket:
-    """Stands for copies from a GPU. event: comes after them; None if they are made."""
-
-    event: torch.cuda.Event | None = None
-
-    def synchronize(self) -> None:
-        """Let this thread wait until the copies are made."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def wait(self) -> None:
-        """Let nothing that is queued next on the current stream start before the copies are made."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
-
-
 class HostCopies:
     """Host memory for copies of tensors, fp32. It is pinned if one of them is on a GPU, and a stream of its own then
     copies, beside the computation."""
@@ -211,7 +195,7 @@ class HostCopies:
         """Return whether `tensors`, `[n]` each, are as large as those that the memory was made for."""
         return self._sizes == [tensor.numel() for tensor in tensors]
 
-    def copy(self, tensors: Sequence[Tensor]) -> CopyTicket:
+    def copy(self, tensors: Sequence[Tensor]) -> Event:
         """Copy tensors, `[n]` of any float dtype each, to `copies`, in fp32, as the current stream leaves them. Return
         a ticket, for which a stream waits before it changes the tensors, and a thread before it reads the copies.
 
@@ -219,11 +203,11 @@ class HostCopies:
         """
         if self._stream is None:
             self._copy(tensors)
-            return CopyTicket()
+            return Done()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy(tensors)
-        return CopyTicket(self._stream.record_event())
+        return self._stream.record_event()
 
     def _copy(self, tensors: Sequence[Tensor]) -> None:
         for copy, tensor in zip(self.copies, tensors, strict=True):

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.comm.collectives import AllOf, Collectives, Then, Work, add_in_order
+from llmtrain.comm.collectives import Collectives, Then, add_in_order
+from llmtrain.comm.waits import AllOf, Ticket
 from llmtrain.plan.collective_buffers import in_one_round
 
 
@@ -14,7 +15,7 @@ class GlooCollectives(Collectives):
     """Messages between all ranks where gloo's own algorithms copy more or wait longer. Sums are in the order of ranks,
     but for those of gloo's ring."""
 
-    def all_gather(self, gathered: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Ticket:
         """See Collectives."""
         parts = self._parts(gathered)
         if not self.in_order:
@@ -22,17 +23,17 @@ class GlooCollectives(Collectives):
             return _started(dist.all_gather(parts, parts[self.rank], group=self.group, async_op=True))
         return self._send_to_all(gathered, parts)
 
-    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Ticket:
         """See Collectives. gloo's own reduce-scatter is an all-reduce, which sends twice as much."""
         received = self._buffer("received", values, values.numel(), wire)
         work = dist.all_to_all_single(received, self._as_wire(values, wire), group=self.group, async_op=True)
         return Then(work, lambda: add_in_order(received.chunk(self.size), total))
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Ticket:
         """See Collectives."""
         return _started(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
 
-    def all_reduce(self, x: Tensor) -> Work:
+    def all_reduce(self, x: Tensor) -> Ticket:
         """See Collectives."""
         if not self._in_one_round(x.nbytes):
             return _started(dist.all_reduce(x, group=self.group, async_op=True))
@@ -48,7 +49,7 @@ class GlooCollectives(Collectives):
     def _in_one_round(self, nbytes: int) -> bool:
         return in_one_round(nbytes, self.size)
 
-    def _send_to_all(self, gathered: Tensor, parts: Sequence[Tensor]) -> Work:
+    def _send_to_all(self, gathered: Tensor, parts: Sequence[Tensor]) -> Ticket:
         """Send this rank's part of `gathered` to all others, and receive theirs. parts: views of `gathered`, by
         rank."""
         own = parts[self.rank]
@@ -64,7 +65,7 @@ class GlooCollectives(Collectives):
         return AllOf([_started(work) for work in works])
 
 
-def _started(work: dist.Work | None) -> Work:
+def _started(work: dist.Work | None) -> Ticket:
     """Return `work`, which torch types as None for ranks outside the group."""
     assert work is not None
     return work

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.comm.collectives import ALL_GATHER, REDUCE_SCATTER, AllOf, Collectives, Then, Work
+from llmtrain.comm.collectives import ALL_GATHER, REDUCE_SCATTER, Collectives, Then
 from llmtrain.comm.device import to_device
+from llmtrain.comm.waits import Done, Ticket
 from llmtrain.comm.workspace import Workspace
 
 
@@ -28,7 +29,7 @@ class NcclCollectives(Collectives):
         # On the GPU from the first gather on: a copy to it would make the host wait.
         self._rank_at: Tensor | None = None
 
-    def all_gather(self, gathered: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Ticket:
         """See Collectives."""
         own = gathered.chunk(self.size)[self.place]
         if self.in_order:
@@ -38,7 +39,7 @@ class NcclCollectives(Collectives):
         work = ALL_GATHER(received, own, group=self.group, async_op=self._asynchronous)
         return Then(work, lambda: self._put_in_place(received.view(self.size, -1), gathered.view(self.size, -1)))
 
-    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Ticket:
         """See Collectives.
 
         NCCL's reduce-scatter rounds to the wire's dtype after every addition, so that it serves for fp32 alone; others
@@ -52,11 +53,11 @@ class NcclCollectives(Collectives):
         # torch.sum adds in fp32, whatever the dtypes are.
         return Then(work, lambda: torch.sum(received.view(self.size, -1), 0, dtype=total.dtype, out=total))
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Ticket:
         """See Collectives."""
         return self._started(dist.all_to_all_single(received, sent, group=self.group, async_op=self._asynchronous))
 
-    def all_reduce(self, x: Tensor) -> Work:
+    def all_reduce(self, x: Tensor) -> Ticket:
         """See Collectives."""
         return self._started(dist.all_reduce(x, group=self.group, async_op=self._asynchronous))
 
@@ -68,6 +69,6 @@ class NcclCollectives(Collectives):
         torch.index_select(received, 0, self._rank_at, out=gathered)
 
     @staticmethod
-    def _started(work: dist.Work | None) -> Work:
+    def _started(work: dist.Work | None) -> Ticket:
         # On the current stream there is nothing to wait for.
-        return AllOf() if work is None else work
+        return Done() if work is None else work

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmtrain.comm.collectives import AllOf, Collectives, SharedParts, Work, add_in_order
+from llmtrain.comm.collectives import Collectives, SharedParts, add_in_order
 from llmtrain.comm.mapped_memory import shared_memory
+from llmtrain.comm.waits import Done, Ticket
 from llmtrain.comm.workspace import Workspace
 
 Slots = Sequence[Tensor]
@@ -21,7 +22,7 @@ class _Round:
     """One round of a collective: this rank has filled its slot. read: takes what the others put into theirs."""
 
     owner: "SharedMemoryCollectives"
-    filled: Work
+    filled: Ticket
     read: Callable[[], object]
     done: bool = False
 
@@ -61,34 +62,38 @@ class SharedMemoryCollectives(Collectives):
         """See Collectives. Here with this rank's slots."""
         return super().nbytes + self._slots[self.rank].nbytes
 
-    def all_gather(self, gathered: Tensor) -> Work:
+    def all_gather(self, gathered: Tensor) -> Ticket:
         """See Collectives."""
-        parts, work = [part.view(torch.uint8) for part in self._parts(gathered)], _nothing()
+        work: Ticket = Done()
+        parts = [part.view(torch.uint8) for part in self._parts(gathered)]
         for start in range(0, len(parts[0]), self._slot_bytes):
             work = self._gather([part[start : start + self._slot_bytes] for part in parts])
         return work
 
-    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, values: Tensor, total: Tensor, wire: torch.dtype) -> Ticket:
         """See Collectives."""
-        rows, work = values.view(self.size, -1), _nothing()
+        work: Ticket = Done()
+        rows = values.view(self.size, -1)
         columns = self._slot_bytes // self.size // wire.itemsize
         for start in range(0, len(total), columns):
             end = start + columns
             work = self._reduce(rows[:, start:end], total[start:end], wire)
         return work
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Ticket:
         """See Collectives."""
         received[self.rank].copy_(sent[self.rank])
-        columns, work = self._slot_bytes // self.size, _nothing()
+        work: Ticket = Done()
+        columns = self._slot_bytes // self.size
         for start in range(0, sent.shape[1], columns):
             end = start + columns
             work = self._exchange(received[:, start:end], sent[:, start:end])
         return work
 
-    def all_reduce(self, x: Tensor) -> Work:
+    def all_reduce(self, x: Tensor) -> Ticket:
         """See Collectives. Every rank reads the full tensors of all others."""
-        flat, work = x.view(-1), _nothing()
+        work: Ticket = Done()
+        flat = x.view(-1)
         for start in range(0, len(flat), self._slot_bytes // x.itemsize):
             work = self._sum(flat[start : start + self._slot_bytes // x.itemsize])
         return work
@@ -167,15 +172,11 @@ class SharedMemoryCollectives(Collectives):
         self._open.append(started)
         return started
 
-    def _filled(self) -> Work:
+    def _filled(self) -> Ticket:
         """Tell all other ranks that this one has written, and hear it from them."""
         work = dist.all_to_all_single(self._received, self._sent, group=self.group, async_op=True)
         assert work is not None
         return work
-
-
-def _nothing() -> Work:
-    return AllOf()
 
 
 def share_slots(group: dist.ProcessGroup, count: int, nbytes: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Streams, which run jobs one after another, in parallel with the computation: CUDA streams, or threads on CPUs."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol
@@ -10,15 +10,9 @@ import torch
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.device import on_this_device
+from llmtrain.comm.waits import AllOf, Ticket
 
 Job = Callable[[], object]
-
-
-class Ticket(Protocol):
-    """Stands for a submitted job."""
-
-    def wait(self) -> None:
-        """Let nothing that this thread computes next start before the job is done. Raises what the job raised."""
 
 
 class Stream(Protocol):
@@ -136,30 +130,11 @@ class CudaThreadStream:
                 job()
                 done.record()
 
-        return JoinedTicket([self._thread.submit(run), _StreamTicket(done, self._activity)])
+        return AllOf([self._thread.submit(run), _StreamTicket(done, self._activity)])
 
     def close(self) -> None:
         """End the thread after the queued jobs."""
         self._thread.close()
-
-
-class Done:
-    """The ticket of a job that is done."""
-
-    def wait(self) -> None:
-        """See Ticket."""
-
-
-class JoinedTicket:
-    """Stands for several jobs, or for one in a thread that has queued work on a CUDA stream."""
-
-    def __init__(self, tickets: Sequence[Ticket]) -> None:
-        self._tickets = tickets
-
-    def wait(self) -> None:
-        """See Ticket."""
-        for ticket in self._tickets:
-            ticket.wait()
 
 
 class _StreamTicket:

@@ -8,39 +8,13 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.device import in_host_memory
+from llmtrain.comm.waits import Done, Event
 from llmtrain.offload.usage import LinkCount
-
-
-class Event(Protocol):
-    """A point in a stream of the device. CUDA's events are such."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-
-class Passed:
-    """The event of what is done when it is asked for, as on a CPU."""
-
-    def wait(self) -> None:
-        """See Event."""
-
-    def synchronize(self) -> None:
-        """See Event."""
-
-    def query(self) -> bool:
-        """See Event."""
-        return True
 
 
 def recorded(on_gpu: bool) -> Event:
     """Return an event behind what the current stream has so far."""
-    return torch.cuda.current_stream().record_event() if on_gpu else Passed()
+    return torch.cuda.current_stream().record_event() if on_gpu else Done()
 
 
 class Copies(Protocol):
@@ -80,7 +54,7 @@ class ImmediateCopies:
     def publish(self, to: Tensor, values: Tensor, after: Event) -> Event:
         """See Copies."""
         to.copy_(values)
-        return Passed()
+        return Done()
 
     def count(self, to_host: int, to_device: int) -> None:
         """See Copies. Nothing leaves the host."""
@@ -90,7 +64,7 @@ class ImmediateCopies:
 
     def record(self) -> Event:
         """See Copies."""
-        return Passed()
+        return Done()
 
 
 class StreamCopies:
@@ -113,7 +87,7 @@ class StreamCopies:
         """See Copies."""
         if in_host_memory(to):
             to.copy_(values)
-            return Passed()
+            return Done()
         with torch.cuda.stream(self._publishing):
             after.wait()
             to.copy_(values, non_blocking=True)

@@ -9,7 +9,7 @@ from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.offload.fetch_ring import FetchRing
 from llmtrain.offload.move_ring import MoveRing
 from llmtrain.offload.striped_file import StripedFile

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from llmtrain.comm.device import in_host_memory
 from llmtrain.comm.pinned_memory import host_zeros
-from llmtrain.offload.copies import Copies, Event, Passed, copies_to
+from llmtrain.comm.waits import Done, Event
+from llmtrain.offload.copies import Copies, copies_to
 from llmtrain.offload.usage import LinkCount
 from llmtrain.plan.offload import Offload
 from llmtrain.sharding.optimizer_shard import ElementRange, StepRule
@@ -79,7 +80,7 @@ class InPlace:
     def step(self, work: BucketStep, states: Tensor, numbers: AdamWStep) -> Event:
         """See Staging."""
         _step(work, states, work.gradient, numbers, work.weight, self._threads)
-        return Passed()
+        return Done()
 
     def step_ahead(self, ahead: StepAhead, old: Tensor, new: Tensor, apart: bool, numbers: AdamWStep) -> None:
         """See Staging."""
@@ -91,7 +92,7 @@ class InPlace:
     def publish(self, ahead: StepAhead) -> Event:
         """See Staging."""
         ahead.work.weight.copy_(ahead.spare)
-        return Passed()
+        return Done()
 
 
 class _Copying:
@@ -134,7 +135,7 @@ class Pinned(_Copying):
         gradient, weight = self._bring(work), self._weight[: work.gradient.numel()]
         if in_host_memory(work.weight):
             _step(work, states, gradient, numbers, work.weight, self._threads)
-            return Passed()
+            return Done()
         _step(work, states, gradient, numbers, weight, self._threads)
         self._take_up(weight, work.weight)
         return self._copies.record()
@@ -151,7 +152,7 @@ class Pinned(_Copying):
 
     def _take_up(self, weight: Tensor, to: Tensor) -> None:
         """Start to copy a weight from its slot."""
-        with self._copies.after(Passed()):
+        with self._copies.after(Done()):
             to.copy_(weight, non_blocking=True)
         self._copies.count(to_host=0, to_device=weight.nbytes)
 
@@ -187,7 +188,7 @@ class OnDevice(_Copying):
             _copy_states(slot, states)
         self._copies.count(to_host=states.nbytes, to_device=states.nbytes)
         self._copies.wait()
-        return Passed()
+        return Done()
 
     def step_ahead(self, ahead: StepAhead, old: Tensor, new: Tensor, apart: bool, numbers: AdamWStep) -> None:
         """See Staging."""

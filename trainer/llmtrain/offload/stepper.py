@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmtrain.comm.device import on_this_device
 from llmtrain.comm.stalls import StreamStalls
-from llmtrain.offload.copies import Event
+from llmtrain.comm.waits import Event
 from llmtrain.offload.staging import BucketStep, Staging, StepAhead
 from llmtrain.offload.states import StateStore
 

@@ -12,7 +12,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.squared_sum.op import squared_sum
 from torch import Tensor
 
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic, gather_traffic, reduce_traffic

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from llmtrain.comm.device import to_device
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
 from llmtrain.plan.traffic import Count

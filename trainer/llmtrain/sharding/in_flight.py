@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.comm.stream import Job, Ticket
+from llmtrain.comm.stream import Job
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.collectives import HopStep
 

@@ -8,7 +8,8 @@ import torch
 from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
-from llmtrain.comm.stream import Job, Stream, Ticket
+from llmtrain.comm.stream import Job, Stream
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Reduce
 from llmtrain.plan.traffic import Traffic

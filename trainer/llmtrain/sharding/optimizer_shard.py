@@ -9,7 +9,7 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor
 
 from llmtrain.comm.device import to_device
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.model.tensors import UnitSpec
 
 ElementRange = tuple[int, int]

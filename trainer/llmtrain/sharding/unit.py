@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
 from llmtrain.comm.device import to_device
-from llmtrain.comm.stream import JoinedTicket, Ticket
+from llmtrain.comm.waits import AllOf, Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
 from llmtrain.plan.placement import Placement
@@ -143,7 +143,7 @@ class ShardedUnit:
             return ticket
 
         by_ranges(step_range)
-        return JoinedTicket(tickets) if tickets else None
+        return AllOf(tickets) if tickets else None
 
     def publish(self) -> None:
         """Round the masters into `owned_weight`, after something else than a step wrote them; into `at_rest` too, which

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmtrain.comm.device import stays_for_stream
-from llmtrain.comm.stream import Done, JoinedTicket, Ticket
+from llmtrain.comm.waits import AllOf, Done, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER
 from llmtrain.plan.traffic import Count, Traffic, gather_traffic
@@ -126,7 +126,7 @@ class UpdateAtRest(WeightUpdate):
 
     def start(self, stepped: Ticket) -> Ticket:
         """See Update."""
-        return JoinedTicket([stepped, self._send(Done())])
+        return AllOf([stepped, self._send(Done())])
 
 
 def new_update(unit: ShardedUnit, sending: Sending, stores: Sequence[Part] = ()) -> Update:

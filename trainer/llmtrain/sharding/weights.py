@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from llmtrain.comm.device import new_buffer_pool
-from llmtrain.comm.stream import Ticket
+from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.per_rank.states import updates_apart
 from llmtrain.plan.program.instructions import Drop, Gather

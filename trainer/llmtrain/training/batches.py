@@ -11,7 +11,8 @@ from llmtrain.cluster.layout import Axis, even_share
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.device import DeviceCopies
 from llmtrain.comm.ranks import Ranks
-from llmtrain.comm.stream import Ticket, waiting_stream
+from llmtrain.comm.stream import waiting_stream
+from llmtrain.comm.waits import Ticket
 from llmtrain.plan.plan import Plan
 
 

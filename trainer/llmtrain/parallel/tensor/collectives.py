@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from llmtrain.comm.activity import Activity
-from llmtrain.comm.collectives import Collectives, Work
+from llmtrain.comm.collectives import Collectives
+from llmtrain.comm.waits import Ticket
 from llmtrain.plan.traffic import Count, Traffic
 
 CountCollective = Callable[[str, int, int], None]
@@ -23,7 +24,7 @@ class Pending:
     """A collective that has started: `finish` returns the result once `work` is done. activity: records the waiting."""
 
     finish: Callable[[], Tensor]
-    work: Work | None = None
+    work: Ticket | None = None
     activity: Activity | None = None
 
     def wait(self) -> Tensor:
