@@ -40,7 +40,8 @@ def test_regions_are_striped_evenly(tmp_path: Path) -> None:
         part = aligned_bytes(ALIGNMENT)
         file.reading(region, values.nbytes - ALIGNMENT, part)()
         assert torch.equal(part, values[-ALIGNMENT:])
-    assert list(file.moved(queue).values()) == [(nbytes, nbytes) for nbytes in file.nbytes]
+    usage = file.usage(queue)
+    assert [*usage.read.values()] == [*usage.written.values()] == file.nbytes
     queue.close()
     file.close()
 

@@ -26,7 +26,7 @@ def test_waits_are_told_apart_by_volume(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(queue, "finish", finished)
     file.finish(queue, transfers)
-    assert file.waits == {paths[0]: 0.0, paths[1]: 0.5}
+    assert file.usage(queue).waits == {paths[0]: 0.0, paths[1]: 0.5}
     queue.close()
     file.close()
 

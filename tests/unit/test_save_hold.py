@@ -15,7 +15,7 @@ from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.model.tensors import TensorSpec, UnitSpec
-from llmtrain.offload import states as states_module
+from llmtrain.offload import striped_file
 from llmtrain.offload.states import FileStates
 from llmtrain.plan.memory.checkpoint_copies import buffer_bytes
 from llmtrain.plan.offload import PARTS
@@ -125,13 +125,13 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     plan = make_plan(*described_run("tiny.yaml", keys, 1))
     buckets, taken = rank_buckets(plan, 0), list[int]()
     states = FileStates(buckets, plan.sharding.offload.paths, plan.sharding.offload.bandwidths)
-    allocate = states_module.aligned_bytes
+    allocate = striped_file.aligned_bytes
 
     def counted(count: int) -> torch.Tensor:
-        taken.append(count + states_module.ALIGNMENT)
+        taken.append(count + striped_file.ALIGNMENT)
         return allocate(count)
 
-    monkeypatch.setattr(states_module, "aligned_bytes", counted)
+    monkeypatch.setattr(striped_file, "aligned_bytes", counted)
     for number, bucket in enumerate(buckets):
         states.start_read(number, 0, 0, bucket.numel)()
         states.start_read(number, 1, 1, bucket.numel)()
@@ -140,7 +140,7 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     block = 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors)
     assert block < 16 * 2**20
     together = PARTS * max(taken)
-    assert together <= buffer_bytes(plan, role) - block <= together + PARTS * 2 * states_module.ALIGNMENT
+    assert together <= buffer_bytes(plan, role) - block <= together + PARTS * 2 * striped_file.ALIGNMENT
     without = make_plan(*described_run("tiny.yaml", ("offload.optimizer=none", "offload.share=0"), 1))
     assert buffer_bytes(without, role) == 0
 

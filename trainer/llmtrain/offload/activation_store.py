@@ -1,6 +1,5 @@
 """Stores for offloaded group inputs: in the host's memory, or in files."""
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from math import prod
@@ -108,13 +107,12 @@ class FileActivations:
         self._writing: dict[int, list[tuple[int, int]]] = {}
         self._written_to: dict[int, int] = {}
         self._coming: deque[tuple[int, Tensor, list[tuple[int, int]]]] = deque()
-        self._waited = 0.0
 
     def destination(self, region: int) -> Tensor:
         """See ActivationStore."""
         slot = self._written % self._writes
         if slot in self._written_to:
-            self._finish(self._writing.pop(self._written_to[slot], []))
+            self._file.finish(self._queue, self._writing.pop(self._written_to[slot], []))
         return self._as_group_input(self._slots[slot])
 
     def put(self, region: int) -> None:
@@ -126,7 +124,7 @@ class FileActivations:
 
     def fetch(self, region: int) -> None:
         """See ActivationStore. Waits until the region has been written."""
-        self._finish(self._writing.pop(region, []))
+        self._file.finish(self._queue, self._writing.pop(region, []))
         slot = self._slots[self._writes + self._fetched % self._reads]
         self._coming.append((region, self._as_group_input(slot), self._file.start_read(self._queue, region, slot)))
         self._fetched += 1
@@ -135,14 +133,12 @@ class FileActivations:
         """See ActivationStore."""
         fetched, group_input, transfers = self._coming.popleft()
         assert fetched == region
-        self._finish(transfers)
+        self._file.finish(self._queue, transfers)
         return group_input
 
     def usage(self) -> TierUsage:
         """See ActivationStore."""
-        moved = self._file.moved(self._queue)
-        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read=read, written=written, waited=self._waited, waits=self._file.waits).with_link(self.link)
+        return self._file.usage(self._queue).with_link(self.link)
 
     def close(self) -> None:
         """See ActivationStore. Waits for the transfers that run."""
@@ -156,8 +152,3 @@ class FileActivations:
 
     def _as_group_input(self, slot: Tensor) -> Tensor:
         return slot[: self._used].view(self._dtype).view(*self._shape)
-
-    def _finish(self, transfers: Sequence[tuple[int, int]]) -> None:
-        started = time.perf_counter()
-        self._file.finish(self._queue, transfers)
-        self._waited += time.perf_counter() - started

@@ -1,6 +1,5 @@
 """Buckets of states that pass through memory in any order: read ahead, stepped, and written behind."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ class FetchRing:
     """Regions of a file that pass through slots, in the order in which they are fetched. Memory: `slots` regions of the
     largest size.
 
-    waited: seconds that calls have waited for transfers. Region number n of all that are ever fetched passes through
+    Region number n of all that are ever fetched passes through
     slot n modulo the number of slots. At most `slots` are fetched and not put back.
     """
 
@@ -39,7 +38,6 @@ class FetchRing:
         self._slots = [_Slot(one) for one in memory.split(max(sizes, default=1))]
         # Counts of regions ever fetched, ever taken, and ever put back.
         self._fetched = self._taken = self._put = 0
-        self.waited = 0.0
 
     def fetch(self, region: int, reads: bool = True) -> None:
         """Start to read a region, after earlier writes to it. reads: False reserves a slot and reads nothing."""
@@ -85,7 +83,6 @@ class FetchRing:
 
     def _finish(self, transfers: Transfers) -> None:
         """Wait for transfers, and forget them."""
-        started, waiting = time.perf_counter(), transfers[:]
+        waiting = transfers[:]
         transfers.clear()
         self._file.finish(self._queue, waiting)
-        self.waited += time.perf_counter() - started

@@ -121,11 +121,7 @@ class FileGradients:
 
     def usage(self) -> TierUsage:
         """See GradientTier."""
-        moved = self._file.moved(self._queue)
-        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read=read, written=written, waited=self._ring.waited, waits=self._file.waits).with_link(
-            self.link
-        )
+        return self._file.usage(self._queue).with_link(self.link)
 
     def close(self) -> None:
         """See GradientTier. Waits for the transfers that run."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import DirectQueue, aligned_bytes
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
@@ -172,16 +172,9 @@ class FileStates:
 
     def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
         """See StateStore; the copy is the caller's."""
-        first, last = 4 * start // ALIGNMENT * ALIGNMENT, -(-4 * end // ALIGNMENT) * ALIGNMENT
-        into = aligned_bytes(last - first)
         self.settle()
-        wait = self._file.reading(self._regions.current(bucket), state * self._buckets[bucket].part + first, into)
-
-        def read() -> Tensor:
-            wait()
-            return into.view(torch.float32)[start - first // 4 : end - first // 4]
-
-        return read
+        region, place = self._regions.current(bucket), state * self._buckets[bucket].part
+        return self._file.elements(region, place, torch.float32, start, end)
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
         """See StateStore."""
@@ -201,9 +194,7 @@ class FileStates:
 
     def usage(self) -> TierUsage:
         """See StateStore. Reads of `start_read` and writes of `write` are not counted."""
-        moved = self._file.moved(self._queue)
-        read, written = ({path: counts[way] for path, counts in moved.items()} for way in (0, 1))
-        return TierUsage(read=read, written=written, waited=self._ring.waited, waits=self._file.waits)
+        return self._file.usage(self._queue)
 
     def settle(self) -> None:
         """Wait until the files have all that was put back or written."""

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from llmtrain_kernels.direct_io.queue import DirectQueue
+import torch
+from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
 from llmtrain.errors import RESUMES, RunFailedError
+from llmtrain.offload.usage import TierUsage
 from llmtrain.plan.direct_file import nameless_file, take_space
 from llmtrain.plan.stripes import stripes
 
@@ -77,15 +79,32 @@ class StripedFile:
             with self._lock, _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 queue.finish(transfer)
 
-    def moved(self, queue: DirectQueue) -> dict[str, tuple[int, int]]:
-        """Return the bytes that a queue has read from and written to each volume, by path."""
-        moved = [(queue.moved[file, "read"], queue.moved[file, "write"]) for file in self._files]
-        return dict(zip(self._paths, moved, strict=True))
+    def elements(self, region: int, base: int, dtype: torch.dtype, start: int, end: int) -> Callable[[], Tensor]:
+        """Start to read elements `[start, end)` of the array at byte `base` of a region, a multiple of ALIGNMENT; return
+        what waits for them and returns a copy, `[end - start]`. Any thread may call both."""
+        size = dtype.itemsize
+        first, last = start * size // ALIGNMENT * ALIGNMENT, -(-end * size // ALIGNMENT) * ALIGNMENT
+        into = aligned_bytes(last - first)
+        wait = self.reading(region, base + first, into)
 
-    @property
-    def waits(self) -> dict[str, float]:
-        """The seconds that `finish` has waited for each volume, by path, once the volumes before had what it asked."""
-        return dict(zip(self._paths, self._waited, strict=True))
+        def read() -> Tensor:
+            wait()
+            return into.view(dtype)[start - first // size : end - first // size]
+
+        return read
+
+    def usage(self, *queues: DirectQueue) -> TierUsage:
+        """Return what queues have read from and written to each volume, and the seconds that `finish` has waited for
+        each, once the volumes before had what it asked."""
+        read, written = (
+            [sum(queue.moved[file, way] for queue in queues) for file in self._files] for way in ("read", "write")
+        )
+        return TierUsage(
+            read=dict(zip(self._paths, read, strict=True)),
+            written=dict(zip(self._paths, written, strict=True)),
+            waited=sum(self._waited),
+            waits=dict(zip(self._paths, self._waited, strict=True)),
+        )
 
     def close(self) -> None:
         """Close the files, which frees their space. Waits for what `reading` and `writing` have started."""

@@ -1,10 +1,11 @@
 """Memory for weight shards outside of the device: the host's memory, or files."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 from llmtrain.comm.pinned_memory import aligned_host_bytes, host_zeros
@@ -120,20 +121,14 @@ class FileWeights:
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore; the copy is the caller's. It is not counted in `usage`."""
-        size = self._dtype.itemsize
-        first, last = start * size // ALIGNMENT * ALIGNMENT, -(-end * size // ALIGNMENT) * ALIGNMENT
-        into = aligned_bytes(last - first)
-        self._file.reading(self._regions[unit], first, into)()
-        return into.view(self._dtype)[start - first // size : end - first // size]
+        return self._file.elements(self._regions[unit], 0, self._dtype, start, end)()
 
     def settle(self) -> None:
         """See WeightStore. `load` and `store` wait for the device."""
 
     def usage(self) -> TierUsage:
-        """Return what was moved."""
-        read = {path: counts[0] for path, counts in self._file.moved(self._reads).items()}
-        written = {path: counts[1] for path, counts in self._file.moved(self._writes).items()}
-        return TierUsage(read=read, written=written, waits=self._file.waits).with_link(self._link)
+        """Return what was moved. Steps do not wait for it, but the streams of weights."""
+        return replace(self._file.usage(self._reads, self._writes), waited=0.0).with_link(self._link)
 
     def close(self) -> None:
         """Free the files. No stream uses them any more."""
