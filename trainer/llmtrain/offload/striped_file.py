@@ -80,8 +80,8 @@ class StripedFile:
                 queue.finish(transfer)
 
     def elements(self, region: int, base: int, dtype: torch.dtype, start: int, end: int) -> Callable[[], Tensor]:
-        """Start to read elements `[start, end)` of the array at byte `base` of a region, a multiple of ALIGNMENT; return
-        what waits for them and returns a copy, `[end - start]`. Any thread may call both."""
+        """Start to read elements `[start, end)` of the array at byte `base` of a region, a multiple of ALIGNMENT.
+        Return what waits for them and returns a copy, `[end - start]`. Any thread may call both."""
         size = dtype.itemsize
         first, last = start * size // ALIGNMENT * ALIGNMENT, -(-end * size // ALIGNMENT) * ALIGNMENT
         into = aligned_bytes(last - first)
