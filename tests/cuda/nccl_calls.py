@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,7 @@ class Group:
     calls: list[Call] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
     left: list[Pool] = field(default_factory=list)
+    _: KW_ONLY
     ctas: int | None = None
 
     def _get_backend(self, device: torch.device) -> Any:

@@ -34,7 +34,7 @@ def test_compiles_for_gpus(bits: int, block: int, dtype: str, target: tuple[str,
         aligned = {name for name in types if name in (*pointers, "x_stride", "out_stride", "numel")}
         found = compiled(kernel, types, constants, aligned, dict(kernels.OPTIONS), target)
         assert found.spilled == 0
-        assert found.registers <= (128 if block == LARGEST_GPU_BLOCK else 96)
+        assert found.registers <= (168 if block == LARGEST_GPU_BLOCK else 96)
         if target == NVIDIA:
             assert "fma" not in found.text
             assert found.wide > 0
