@@ -135,11 +135,11 @@ def renew(folder: Path) -> Callable[[], None]:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | None], None]:
-    """Make this process job 7, and let a test set Slurm's answer whether other jobs are active."""
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str] | None], None]:
+    """Make this process job 7, and let a test set Slurm's answer, the states of other jobs."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "c")
-    return lambda active: monkeypatch.setattr(holder_module, "still_active", lambda number: active)
+    return lambda states: monkeypatch.setattr(holder_module, "job_states", lambda number: states)
 
 
 def no_locks(*arguments: object) -> None:
@@ -323,26 +323,27 @@ def test_what_is_no_file_holds_nothing_and_is_told_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "active", "free"),
+    ("changes", "states", "free"),
     [
-        ({"job": "6"}, True, False),
-        ({"job": "6"}, False, True),
+        ({"job": "6"}, {"RUNNING"}, False),
+        ({"job": "6"}, {"FAILED"}, True),
+        ({"job": "6"}, set(), True),
         ({"job": "6"}, None, False),
-        ({"job": "6", "cluster": "other"}, False, False),
-        ({"job": "7"}, True, True),
-        ({"job": "7", "restart": "1"}, True, False),
+        ({"job": "6", "cluster": "other"}, {"FAILED"}, False),
+        ({"job": "7"}, {"RUNNING"}, True),
+        ({"job": "7", "restart": "1"}, {"RUNNING"}, False),
     ],
-    ids=["runs", "ended", "unknown", "other cluster", "requeued", "another step"],
+    ids=["runs", "ended", "forgotten", "unknown", "other cluster", "requeued", "another step"],
 )
 def test_jobs_on_other_hosts(
     tmp_path: Path,
-    slurm: Callable[[bool | None], None],
+    slurm: Callable[[set[str] | None], None],
     changes: dict[str, str],
-    active: bool | None,
+    states: set[str] | None,
     free: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slurm(active)
+    slurm(states)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write(tmp_path, age=0.0, **changes)
     assert (holder_of(tmp_path) is None) is free
@@ -355,9 +356,9 @@ def test_jobs_on_other_hosts(
         assert f"by job {changes['job']}, process 1 of she on elsewhere" in said
 
 
-def test_a_process_that_is_gone_in_a_job_that_goes_on(tmp_path: Path, slurm: Callable[[bool | None], None]) -> None:
+def test_a_process_that_is_gone_in_a_job_that_goes_on(tmp_path: Path, slurm: Callable[[set[str] | None], None]) -> None:
     """A run that was killed in an interactive allocation."""
-    slurm(True)
+    slurm({"RUNNING"})
     write(tmp_path, age=3600.0, job="6")
     assert holder_of(tmp_path) is None
     pauses = Pauses({})
@@ -365,15 +366,23 @@ def test_a_process_that_is_gone_in_a_job_that_goes_on(tmp_path: Path, slurm: Cal
     assert "waiting up to 5 s to see whether it has ended" in pauses.said[0]
 
 
+def test_a_process_of_a_suspended_job_stays(tmp_path: Path, slurm: Callable[[set[str] | None], None]) -> None:
+    """It renews no lease meanwhile."""
+    slurm({"SUSPENDED"})
+    write(tmp_path, age=3600.0, job="6")
+    assert holder_of(tmp_path) is not None
+    assert "by job 6, process 1" in str(RunLock(tmp_path).take(never))
+
+
 def test_after_a_crash_a_login_node_sees_that_the_job_is_over(
-    tmp_path: Path, slurm: Callable[[bool | None], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, slurm: Callable[[set[str] | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     monkeypatch.delenv("SLURM_CLUSTER_NAME")
     write(tmp_path, job="6")
-    slurm(True)
+    slurm({"RUNNING"})
     assert holder_of(tmp_path) is not None
-    slurm(False)
+    slurm(set())
     assert holder_of(tmp_path) is None
 
 

@@ -6,8 +6,9 @@
 #     #SBATCH --nodes=2 --ntasks-per-node=4 --signal=B:USR1@300 --requeue --open-mode=append
 #     exec bash tools/slurm/train_and_requeue.sh llmtrain run recipe.yaml
 #
-# With requeue=no in the environment, the next job of a chain resumes the run instead. With restarts=3, ranks that fail
-# are started again, up to three times in a row without a new checkpoint in the folder that `checkpoints` names.
+# With requeue=no in the environment, the next job of a chain resumes the run instead. With margin=300, the seconds of
+# --signal, a job that has no more time than that ends at once. With restarts=3, ranks that fail are started again, up to
+# three times in a row without a new checkpoint in the folder that `checkpoints` names.
 
 # The tasks of the first node, of a list such as 4(x2),3.
 tasks=${SLURM_TASKS_PER_NODE%%[(,]*}

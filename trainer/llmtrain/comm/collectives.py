@@ -18,7 +18,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(frozen=True)
 class Then:
-    """Ticket with a last computation, which makes the result. work: None if it is done."""
+    """Work with a last computation, which makes the result. work: None if it is done."""
 
     work: Ticket | None
     finish: Callable[[], object]

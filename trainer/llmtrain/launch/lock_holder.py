@@ -11,7 +11,7 @@ import psutil
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from llmtrain.launch.slurm.queue import still_active
+from llmtrain.launch.slurm.queue import ENDED, job_states
 
 # Later versions may add fields.
 _STRICT = ConfigDict(extra="ignore", strict=True)
@@ -67,8 +67,11 @@ def is_gone(holder: Holder, unlocked: bool | None) -> bool | None:
     # Slurm runs a job once at a time, so this process is of a later start of it. Steps of one start run side by side.
     if holder.job == mine.job:
         return True if holder.restart != mine.restart else None
-    # The process may have ended in a job that goes on.
-    return True if still_active(holder.job) is False else None
+    states = job_states(holder.job)
+    if states is not None and states <= ENDED:
+        return True
+    # A suspended process renews no lease. In a job that goes on, it may have ended.
+    return False if states is not None and "SUSPENDED" in states else None
 
 
 def this_process(environment: Mapping[str, str]) -> Holder:

@@ -27,8 +27,8 @@ class FetchRing:
     """Regions of a file that pass through slots, in the order in which they are fetched. Memory: `slots` regions of the
     largest size.
 
-    Region number n of all that are ever fetched passes through
-    slot n modulo the number of slots. At most `slots` are fetched and not put back.
+    Region number n of all that are ever fetched passes through slot n modulo the number of slots. At most `slots` are
+    fetched and not put back.
     """
 
     def __init__(self, file: StripedFile, queue: DirectQueue, sizes: Sequence[int], slots: int, pinned: bool) -> None:

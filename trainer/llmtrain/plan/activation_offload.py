@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from llmtrain.cluster.description import Nvme
 from llmtrain.errors import BadInputError
-from llmtrain.plan.offload import volume_bandwidths, volume_paths
+from llmtrain.plan.offload import folders_of_files, volume_bandwidths
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.recipe.schema import Recipe
 
@@ -52,7 +52,7 @@ class ActivationOffload:
         stay = (INPUTS_AHEAD,) * schedule.ranks
         if tier == "host":
             return cls(tier=tier, stay=stay)
-        paths = volume_paths("activations", recipe.offload.paths, volumes)
+        paths = folders_of_files("activations", recipe.offload.paths, volumes)
         return cls(tier=tier, paths=paths, bandwidths=volume_bandwidths(paths, volumes), stay=stay)
 
 

@@ -62,7 +62,7 @@ class Offload:
         """Return what a recipe asks for. recipe: without `gradients: auto`. backend: the device's kernel. volumes: of
         the cluster's nodes. Raises BadInputError."""
         in_files = [key for key in ("optimizer", "parameters", "gradients") if getattr(recipe, key) == "nvme"]
-        paths = volume_paths(in_files[0], recipe.paths, volumes) if in_files else ()
+        paths = folders_of_files(in_files[0], recipe.paths, volumes) if in_files else ()
         default = HOST_BUCKET if device != "cpu" and recipe.optimizer == "host" else BUCKET
         bucket = default if recipe.bucket == "auto" else recipe.bucket
         share = 1.0 if recipe.share == "auto" else recipe.share
@@ -128,7 +128,7 @@ def offloaded_placement(
     )
 
 
-def volume_paths(key: str, paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[str, ...]:
+def folders_of_files(key: str, paths: Sequence[str], volumes: Sequence[Nvme]) -> tuple[str, ...]:
     """Return the folders of files. key: of the recipe's `offload`, which asks for files. paths: of the recipe. volumes:
     of the cluster's nodes. Raises BadInputError if neither names a folder."""
     found = tuple(paths) or tuple(volume.path for volume in volumes)

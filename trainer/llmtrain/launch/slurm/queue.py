@@ -75,10 +75,17 @@ def jobs(numbers: Sequence[str]) -> dict[str, QueuedJob] | None:
     return found
 
 
+def job_states(number: str) -> set[str] | None:
+    """Return Slurm's states of a job, several for an array, none for one that Slurm has forgotten; None if Slurm does
+    not answer."""
+    found = jobs([number])
+    return None if found is None else {job.state for job in found.values()}
+
+
 def still_active(number: str) -> bool | None:
     """Return whether a job may still run, or run again; None if Slurm does not answer."""
-    found = jobs([number])
-    return None if found is None else any(job.active for job in found.values())
+    states = job_states(number)
+    return None if states is None else not states <= ENDED
 
 
 def _ask(*command: str) -> str | None:
