@@ -356,22 +356,15 @@ def test_jobs_on_other_hosts(
         assert f"by job {changes['job']}, process 1 of she on elsewhere" in said
 
 
-def test_a_process_that_is_gone_in_a_job_that_goes_on(tmp_path: Path, slurm: Callable[[set[str] | None], None]) -> None:
-    """A run that was killed in an interactive allocation."""
-    slurm({"RUNNING"})
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_a_job_that_goes_on_without_a_sign(state: str, tmp_path: Path, slurm: Callable[..., None]) -> None:
+    """A run was killed in an interactive allocation, or is suspended and renews no lease."""
+    slurm({state})
     write(tmp_path, age=3600.0, job="6")
-    assert holder_of(tmp_path) is None
+    assert (holder_of(tmp_path) is None) is (state == "RUNNING")
     pauses = Pauses({})
-    assert RunLock(tmp_path).take(pauses) is None
-    assert "waiting up to 5 s to see whether it has ended" in pauses.said[0]
-
-
-def test_a_process_of_a_suspended_job_stays(tmp_path: Path, slurm: Callable[[set[str] | None], None]) -> None:
-    """It renews no lease meanwhile."""
-    slurm({"SUSPENDED"})
-    write(tmp_path, age=3600.0, job="6")
-    assert holder_of(tmp_path) is not None
-    assert "by job 6, process 1" in str(RunLock(tmp_path).take(never))
+    said = RunLock(tmp_path).take(pauses)
+    assert bool(pauses.said) is (said is None) is (state == "RUNNING")
 
 
 def test_after_a_crash_a_login_node_sees_that_the_job_is_over(
