@@ -15,7 +15,7 @@ from tests.tiny import Curve, curve, write_corpus
 
 RECIPE = """
 model: {{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, vocab: 64}}
-data: {{path: {folder}/set, sequence_length: 16}}
+data: {{path: {folder}/set, validation: {folder}/held-out, sequence_length: 16}}
 train: {{steps: {steps}, global_batch: 8, microbatch: 1, eval_every: 10}}
 parallel: {{tensor: 2}}
 optimizer: {{lr: 1.0e-2, warmup: 5}}
@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small set whose tokens follow a pattern that a model can learn."""
     made = tmp_path_factory.mktemp("launchers")
     write_corpus(made / "set", 100)
+    write_corpus(made / "held-out", 20)
     return made
 
 

@@ -231,6 +231,17 @@ def test_the_main_rank_stays_until_all_have_heard_it() -> None:
         assert saying.result(timeout=10) == "no"
 
 
+def test_an_exchange_is_not_an_earlier_one_of_the_same_name() -> None:
+    """A rank that is ahead of the main rank would hear what that said before."""
+    layout, store, device = Layout({Axis.DATA: 2}), dist.HashStore(), torch.device("cpu")
+    main, other = [Ranks(rank, rank, layout, device, Links(store)) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for text in ("training", "validation"):
+            heard = pool.submit(other.from_main, "data", "")
+            assert not wait([heard], timeout=0.1).done
+            assert pool.submit(main.from_main, "data", text).result(10) == heard.result(10) == text
+
+
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.crash_notes import Ending
+from llmtrain.comm.ranks import _named_failure
 from llmtrain.errors import RunFailedError
 from llmtrain.launch import ending
 
@@ -46,6 +49,32 @@ def test_an_error_of_nccl_is_told_by_its_last_line(monkeypatch: pytest.MonkeyPat
     assert "No space left on device (28); NCCL_DEBUG=INFO shows more" in said
     assert "\n" not in said
     assert asked == ["leave_word", "end"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), Ending.OUT_OF_MEMORY),
+        (MemoryError(), Ending.OUT_OF_MEMORY),
+        (RuntimeError("a mistake"), Ending.CRASHED),
+        (OSError("a disk"), Ending.REPORTED),
+    ],
+)
+def test_a_rank_notes_how_it_ended(error: Exception, kind: Ending, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "_skip_finalization", lambda code: None)
+    ranks: Any = SimpleNamespace(rank=1, activity=Activity(1), watchdog=Watch())
+    noted = list[Ending]()
+    monkeypatch.setattr(ranks.activity, "ended", noted.append)
+    with pytest.raises(type(error)), ending.end_together(ranks):
+        raise error
+    assert noted == [kind]
+
+
+def test_nccl_that_fails_as_it_connects_is_told() -> None:
+    with pytest.raises(RunFailedError) as found, _named_failure(1):
+        raise dist.DistBackendError(FULL)
+    assert "No space left on device (28); NCCL_DEBUG=INFO shows more. Containers need --ipc=host" in str(found.value)
+    assert "\n" not in str(found.value)
 
 
 def test_the_loss_of_another_rank_is_left_to_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:

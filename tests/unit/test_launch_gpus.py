@@ -41,19 +41,31 @@ def test_the_oldest_card_counts(
 
 
 @pytest.mark.parametrize(
-    ("visible", "order", "asked"),
+    ("visible", "order", "cards", "asked"),
     [
-        (None, "PCI_BUS_ID", []),
-        ("", "PCI_BUS_ID", []),
-        ("1,2", "PCI_BUS_ID", ["--id=1,2"]),
+        (None, "PCI_BUS_ID", "old\nnew\n", []),
+        ("", "PCI_BUS_ID", "old\nnew\n", []),
+        ("1,2", "PCI_BUS_ID", "old\nnew\n", ["--id=1,2"]),
+        ("1,2", None, "new\nnew\nnew\n", []),
         # CUDA's order is another one then.
-        ("1,2", None, []),
-        ("GPU-1a,GPU-2b", None, ["--id=GPU-1a,GPU-2b"]),
+        ("1,2", None, "old\nnew\nnew\n", ["--id=the UUIDs of 1,2"]),
+        ("GPU-1a,GPU-2b", None, "old\nnew\n", ["--id=GPU-1a,GPU-2b"]),
     ],
 )
-def test_hidden_cards_do_not_count(visible: str | None, order: str | None, asked: list[str]) -> None:
-    given = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
-    assert gpus._visible({name: value for name, value in given.items() if value is not None}) == asked
+def test_hidden_cards_do_not_count(
+    visible: str | None, order: str | None, cards: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
+        monkeypatch.setenv(name, value or "")
+    monkeypatch.setattr(gpus, "_uuids", lambda given: f"the UUIDs of {given}")
+    monkeypatch.setattr(gpus, "_driver", lambda what, options: cards if what == "name" else str(options))
+    assert gpus._asked("compute_cap") == str(asked)
+
+
+@pytest.mark.parametrize(("given", "said"), [("1", True), ("8", True), ("32", False), (None, False), ("many", False)])
+def test_few_hardware_queues_are_told(given: str | None, said: bool) -> None:
+    found = gpus.few_queues({} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given})
+    assert (found is not None) == said
 
 
 @pytest.mark.parametrize(("here", "said"), [(1, "srun has started 1 of the 8 ranks"), (8, None), (9, None)])
@@ -99,7 +111,7 @@ def test_without_the_tool_nothing_is_known(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("stated", "said", "problem"),
     [
-        ("80GB", "40960 MiB\n", "memory=40.0GiB (--force"),
+        ("80GB", "40960 MiB\n", "memory=38.8GiB (--force"),
         # The display's card does not count.
         ("80GB", "2048 MiB\n81559 MiB\n", None),
         ("80GiB", "81559 MiB\n", None),

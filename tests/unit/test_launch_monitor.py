@@ -5,11 +5,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from llmtrain.comm.crash_notes import CrashNotes
+from llmtrain.comm.crash_notes import CrashNote, CrashNotes, Ending, Last
 from llmtrain.errors import RunFailedError
 from llmtrain.launch import local
 from llmtrain.launch.local import Restarts
@@ -95,6 +96,17 @@ def test_a_kill_as_memory_ran_out_is_called_one(
         local.launch(2, [])
     assert f"rank 1 was killed by {number.name} on " in str(error.value)
     assert f" after step 0, in starting{said}, so the run stopped; " in str(error.value)
+
+
+@pytest.mark.parametrize(("ending", "ran_out"), [(Ending.OUT_OF_MEMORY, True), (Ending.CRASHED, False)])
+def test_a_gpu_whose_memory_ran_out_is_not_at_fault(ending: Ending, ran_out: bool) -> None:
+    notes = CrashNotes(2)
+    CrashNote(notes.path, 1).write(Last(3, "step", ending))
+    failure = ProcessFailure(local_rank=1, pid=2**22, exitcode=1, error_file="<N/A>")
+    monitor: Any = SimpleNamespace(died=set(), verdict="")
+    found = local._ending([failure], failure, notes, monitor, False)
+    notes.close()
+    assert (found.rank, found.out_of_memory) == (1, ran_out)
 
 
 def test_a_kill_as_memory_ran_out_hides_no_gpu(launcher: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

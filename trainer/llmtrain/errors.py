@@ -9,6 +9,12 @@ EXIT_INTERRUPTED = 130
 RESUMES = "the same command resumes from the newest checkpoint, if there is one"
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory of a GPU or of the host could not be allocated. Imports no torch."""
+    named = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and named)
+
+
 class CommandError(Exception):
     """What ends a command with one sentence, and the exit code that goes with it."""
 

@@ -15,7 +15,7 @@ from llmtrain_data.output import say
 
 from llmtrain.cli.usage import usage_sentence
 from llmtrain.comm.environment import LAUNCHER_PID
-from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError
+from llmtrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandError, ran_out_of_memory
 from llmtrain.launch.stop import end_early
 
 # Longest error, in characters.
@@ -27,7 +27,7 @@ _LESS_MEMORY = {
         "; a smaller train.microbatch or model needs less, or state the card's memory in "
         "cluster.accelerator.memory, which auto fills"
     ),
-    "eval": "; a smaller --microbatch needs less",
+    "eval": "; a smaller --microbatch or --sequence-length needs less",
     "generate": "; a shorter --prompt or a smaller --max-tokens needs less",
 }
 
@@ -79,14 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _say(f"{error.filename or 'a file'}: {error.strerror or error}", EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:
-        if not (isinstance(error, MemoryError) or _is_out_of_memory(error)):
+        if not ran_out_of_memory(error):
             raise
         return _say(f"{arguments[0]} ran out of memory{_LESS_MEMORY.get(arguments[0], '')}", EXIT_FAILED)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate memory on the GPU or the host."""
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 
 def _app(arguments: Sequence[str]) -> typer.Typer:

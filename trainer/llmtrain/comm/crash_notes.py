@@ -13,12 +13,14 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 
 class Ending(Enum):
     """How a rank ended by itself. reported: it printed the reason, and a restart cannot help. crashed: it printed a
-    traceback, or what NCCL said, and a restart may help. lost: it lost contact with another rank. well: it finished."""
+    traceback, or what NCCL said, and a restart may help; so it may out of memory, for which no GPU is at fault. lost:
+    it lost contact with another rank. well: it finished."""
 
     NONE = ""
     WELL = "well"
     REPORTED = "reported"
     CRASHED = "crashed"
+    OUT_OF_MEMORY = "out of memory"
     LOST = "lost"
 
 

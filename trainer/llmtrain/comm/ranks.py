@@ -2,7 +2,9 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -22,6 +24,7 @@ from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import ALWAYS, gloo_over, group_options
+from llmtrain.comm.nccl_failure import nccl_failure
 from llmtrain.comm.registered_memory import RegisteredMemory
 from llmtrain.comm.watchdog import CONNECTING, Watchdog
 from llmtrain.errors import RunFailedError
@@ -38,13 +41,15 @@ class Links:
 
     store: key-value store that all ranks share; None in a run of one process, which has no process group either.
     tiers: of links between all ranks, fastest first. cluster: process groups use its network cards; None for the
-    default of each machine. timeout: of everything that ranks do together; None for torch's default.
+    default of each machine. timeout: of everything that ranks do together; None for torch's default. exchanges: how
+    often the main rank has told the others a text, by its name.
     """
 
     store: dist.Store | None = None
     tiers: tuple[Tier, ...] = ALONE
     cluster: Cluster | None = None
     timeout: timedelta | None = None
+    exchanges: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -159,9 +164,12 @@ class Ranks:
         return self.sum_all([0.0 if ok else 1.0]) == [0.0]
 
     def from_main(self, name: str, text: str) -> str:
-        """Return the main rank's `text`. name: of this exchange, used once in a run. Collective."""
+        """Return the main rank's `text`. name: of this exchange, as all ranks have it. Collective."""
         if self.store is None:
             return text
+        # What an earlier exchange of that name has left must not be heard.
+        self.links.exchanges[name] += 1
+        name = f"{name} {self.links.exchanges[name]}"
         if self.is_main:
             self.store.set(name, text)
         # The main rank may first wait for a lock or a disk. If it is gone, the watchdog ends the wait.
@@ -211,7 +219,7 @@ def connect(
     # Longer than the watchdog's timeout, as the watchdog says why the run ends.
     patience = 2 * timeout
     operations = ALWAYS if backend == "nccl" else patience
-    with gloo_over(card):
+    with gloo_over(card), _named_failure(rank):
         dist.init_process_group(
             backend,
             store=store,
@@ -244,6 +252,18 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, dist.Store, int]:
             f"at {where} (MASTER_ADDR, MASTER_PORT); see whether all ranks were started and reach that address"
         ) from error
     return store, own, rank
+
+
+@contextmanager
+def _named_failure(rank: int) -> Iterator[None]:
+    """Raise RunFailedError if NCCL fails in the block."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise RunFailedError(
+            f"NCCL failed on rank {rank} on {socket.gethostname()} as it connected: {nccl_failure(error) or error}; "
+            "NCCL_DEBUG=INFO shows more. Containers need --ipc=host or a large --shm-size"
+        ) from error
 
 
 def _check_device(store: dist.Store, rank: int, kind: str) -> None:

@@ -12,6 +12,7 @@ from llmtrain_data.errors import DataError
 
 from llmtrain.comm.crash_notes import Ending
 from llmtrain.comm.environment import LAUNCHER_PID
+from llmtrain.comm.nccl_failure import nccl_failure
 from llmtrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -19,14 +20,11 @@ from llmtrain.errors import (
     CommandError,
     PreemptedError,
     RunFailedError,
+    ran_out_of_memory,
 )
 
 if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks
-
-
-# What NCCL says where another rank, or the network to it, is gone.
-_PEER_GONE = ("remote process exited", "ncclRemoteError", "Connection", "connection", "timeout", "timed out")
 
 
 @contextmanager
@@ -58,7 +56,7 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
     _skip_finalization(EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED)
     if ranks.watchdog is None:
         return
-    if (failure := _backend_failure(error)) is not None:
+    if (failure := nccl_failure(error)) is not None:
         # It may be the fault of a GPU, which a restart can leave behind.
         ranks.activity.ended(Ending.CRASHED)
         ranks.watchdog.leave_word()
@@ -67,13 +65,19 @@ def _end_apart(error: BaseException, ranks: "Ranks") -> None:
             f"NCCL failed on rank {ranks.rank} {ranks.activity.last}: {failure}; NCCL_DEBUG=INFO shows more"
         ) from error
     if not isinstance(error, RuntimeError) or not _lost_peer(error):
-        # The command line reports an OSError in one sentence.
-        ranks.activity.ended(Ending.REPORTED if isinstance(error, OSError) else Ending.CRASHED)
+        ranks.activity.ended(_ending_of(error))
         ranks.watchdog.leave_word()
         ranks.watchdog.end()
         return
     # gloo and NCCL raise this when a peer is gone.
     _end_lost(error, ranks)
+
+
+def _ending_of(error: BaseException) -> Ending:
+    if isinstance(error, OSError):
+        # The command line reports it in one sentence.
+        return Ending.REPORTED
+    return Ending.OUT_OF_MEMORY if ran_out_of_memory(error) else Ending.CRASHED
 
 
 def _end_lost(error: Exception, ranks: "Ranks") -> NoReturn:
@@ -108,16 +112,6 @@ def _skip_finalization(code: int) -> None:
         os._exit(code)
 
     atexit.register(end)
-
-
-def _backend_failure(error: BaseException) -> str | None:
-    """Return NCCL's reason, in one line, if an error is its own and not the loss of another rank; else None."""
-    import torch.distributed as dist
-
-    text = str(error)
-    if not isinstance(error, dist.DistBackendError) or any(word in text for word in _PEER_GONE):
-        return None
-    return text.strip().splitlines()[-1].strip().removeprefix("Last error:").strip()
 
 
 def _lost_peer(error: RuntimeError) -> bool:

@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import gettempdir
@@ -145,10 +147,9 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     largest = max((int(mebibytes) * 2**20 for mebibytes in found), default=stated.size)
     if largest >= _USABLE * stated.size:
         return None
-    there = units.size(largest)
     return (
-        f"cluster.accelerator.memory is {stated.text}, but this machine's GPU has {there}; set "
-        f"cluster.accelerator.memory={there.replace(' ', '')} (--force takes it as it is)"
+        f"cluster.accelerator.memory is {stated.text}, but this machine's GPU has {units.size(largest)}; set "
+        f"cluster.accelerator.memory={_gibibytes(_USABLE * largest)} (--force takes it as it is)"
     )
 
 
@@ -171,20 +172,49 @@ def _gibibytes(size: float) -> str:
 
 
 def _asked(what: str) -> str:
-    """Return what NVIDIA's driver says of each GPU, a line for each; nothing without it."""
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", *_visible(os.environ)]
+    """Return what NVIDIA's driver says of each GPU that the user has not hidden, a line for each; nothing without
+    it."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not given:
+        return _driver(what, [])
+    if given.startswith("GPU-") or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return _driver(what, [f"--id={given}"])
+    # CUDA numbers the fastest GPU first, and the driver numbers them by their place on the bus.
+    if len(set(_driver("name", []).splitlines())) < 2:
+        return _driver(what, [])
+    return _driver(what, [f"--id={found}"] if (found := _uuids(given)) else [])
+
+
+@cache
+def _uuids(given: str) -> str:
+    """Return the UUIDs of the GPUs of CUDA_VISIBLE_DEVICES, separated by commas. Another process starts CUDA."""
+    code = (
+        "import torch\n"
+        "found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))\n"
+        "print(','.join(f'GPU-{one.uuid}' for one in found))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _driver(what: str, options: Sequence[str]) -> str:
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", *options]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=ANSWER).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
-def _visible(environment: Mapping[str, str]) -> list[str]:
-    """Return the driver's option for the GPUs that the user has not hidden, nothing where their numbers may be others
-    than the driver's."""
-    given = environment.get("CUDA_VISIBLE_DEVICES", "")
-    by_driver = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or given.startswith("GPU-")
-    return [f"--id={given}"] if given and by_driver else []
+def few_queues(environment: Mapping[str, str]) -> str | None:
+    """Return a sentence if the user's number of hardware queues, which stays, is lower than that of a run, else None.
+    Scripts of Megatron-LM set 1."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    given = environment.get(name, "32")
+    if not given.isdecimal() or int(given) >= 32:
+        return None
+    return (
+        f"{name} is {given}, and a run sets 32 where it is not set: streams that share a hardware queue wait for each "
+        "other, so less is sent beside the computation; unset it where your job script or image sets it"
+    )
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -58,8 +58,8 @@ class Restarts:
 @dataclass(frozen=True)
 class _End:
     """How an attempt ended. rank: the lost rank, None if a restart cannot help. why: the reason as text, empty if a
-    rank has reported it. code: the exit code of this process. out_of_memory: whether the kernel killed the rank because
-    the machine's memory ran out."""
+    rank has reported it. code: the exit code of this process. out_of_memory: whether memory ran out, of the machine or
+    of a GPU."""
 
     rank: int | None
     why: str = ""
@@ -233,8 +233,9 @@ def _ending(
         if endings[failure.local_rank] == Ending.REPORTED or failure.exitcode == EXIT_BAD_INPUT:
             return _End(None, code=failure.exitcode)
     for failure in together:
-        if endings[failure.local_rank] == Ending.CRASHED:
-            return _End(failure.local_rank, code=failure.exitcode)
+        if (ending := endings[failure.local_rank]) in (Ending.CRASHED, Ending.OUT_OF_MEMORY):
+            ran_out = ending == Ending.OUT_OF_MEMORY
+            return _End(failure.local_rank, code=failure.exitcode, out_of_memory=ran_out)
     if Ending.LOST in endings.values():
         return _End(rank, f"the ranks lost contact with each other {last}")
     return _End(rank, code=first.exitcode)

@@ -23,6 +23,7 @@ from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.launch.gpus import (
     check_gpus,
     cluster_of_gpus,
+    few_queues,
     gpu_memory_problem,
     idle_gpus,
     least_capability,
@@ -94,8 +95,8 @@ def start(
         )
         return
     check_gpus(gpus, place, facts.world)
-    if idle := _idle(place, gpus):
-        say(f"llmtrain: {idle}", err=True)
+    for remark in _remarks(place, gpus):
+        say(f"llmtrain: {remark}", err=True)
     set_gpu_variables(facts.world, plan.training.deterministic)
     with _reported_once(place):
         if problems:
@@ -123,11 +124,15 @@ def open_choices(recipe: Recipe) -> OpenChoices:
     )
 
 
-def _idle(place: Launched | None, gpus: int) -> str | None:
-    """Return a sentence if the run leaves nodes or GPUs idle, else None. gpus: of this machine."""
-    if place is None:
-        return idle_nodes(os.environ)
-    return idle_gpus(gpus, place) if place.is_first else None
+def _remarks(place: Launched | None, gpus: int) -> list[str]:
+    """Return sentences about nodes and GPUs that the run leaves idle, and about what the environment slows down. gpus:
+    of this machine."""
+    if place is not None and not place.is_first:
+        return []
+    idle = idle_nodes(os.environ) if place is None else idle_gpus(gpus, place)
+    # Our launcher has said it.
+    slow = few_queues(os.environ) if gpus and (place is None or place.by != "llmtrain") else None
+    return [sentence for sentence in (idle, slow) if sentence]
 
 
 def _refuse_second(folder: Path) -> None:
