@@ -90,7 +90,7 @@ def test_a_list_is_of_those_that_are_left(run: Path, monkeypatch: pytest.MonkeyP
 def test_a_model_is_taken_from_a_newer_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, warnings = run / "checkpoints", list[str]()
 
-    def opened(one: Path, waiting: object) -> Any:
+    def opened(one: Path, waiting: object, dtype: str) -> Any:
         if one.name == "step-00000020":
             shutil.rmtree(one)
             shutil.copytree(folder / "step-00000010", folder / "step-00000030")

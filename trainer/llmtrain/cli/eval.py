@@ -1,18 +1,22 @@
 """`llmtrain eval`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from llmtrain_data.output import say, say_json, say_table
 from llmtrain_data.waiting import loading
 
-from llmtrain.cli.arguments import Json
+from llmtrain.cli.arguments import DType, Json
 
 SequenceLength = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens per sequence.", metavar="N", show_default="the recipe's, or an imported model's positions"
+        min=1,
+        help="Tokens per sequence.",
+        metavar="N",
+        show_default="the recipe's; of an imported model its positions, at most 4096",
     ),
 ]
 
@@ -35,6 +39,7 @@ def eval(
     ] = 0,
     sequence_length: SequenceLength = None,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
+    dtype: DType = "auto",
     as_json: Json = False,
 ) -> None:
     """Print a model's loss and perplexity on a split of its data, or on another prepared set.
@@ -45,13 +50,17 @@ def eval(
     from llmtrain.inference.open import open_trained
 
     with loading("PyTorch") as waiting:
-        model = open_trained(source, waiting)
+        model = open_trained(source, waiting, dtype)
         from llmtrain.inference.trained import evaluate_on
 
         result = evaluate_on(model, split, data, samples, microbatch, sequence_length)
     if as_json:
         say_json(result)
-        return
+    else:
+        _say(result)
+
+
+def _say(result: Mapping[str, Any]) -> None:
     shares, sources = result["shares"], result.get("sources", [])
     part = (
         f", of data.split {'/'.join(f'{share:g}' for share in shares)}"

@@ -8,6 +8,8 @@ import typer
 from llmtrain_data.output import say
 from llmtrain_data.waiting import loading
 
+from llmtrain.cli.arguments import DType
+
 
 def generate(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
@@ -25,12 +27,13 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer.", metavar="DIR", show_default="the recipe's")
     ] = None,
+    dtype: DType = "auto",
 ) -> None:
     """Generate text with a trained model."""
     from llmtrain.inference.open import open_trained
 
     with loading("PyTorch") as waiting:
-        model = open_trained(source, waiting)
+        model = open_trained(source, waiting, dtype)
         from llmtrain.inference.generate import Sampling
         from llmtrain.inference.trained import complete
 

@@ -68,6 +68,11 @@ def take_deterministic_kernels() -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
+def gpu_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of a GPU, None for the CPU."""
+    return None if device.type == "cpu" else gpus()[device.index or 0].memory
+
+
 def is_cpu(device: torch.device) -> bool:
     """Return whether `device` is the CPU."""
     return device.type == "cpu"

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from llmtrain.inference.trained import TrainedModel
 
 
-def open_trained(source: Path, waiting: Waiting) -> "TrainedModel":
+def open_trained(source: Path, waiting: Waiting, dtype: str) -> "TrainedModel":
     """Load a checkpoint, or a run's newest sound one, and say on stderr what the user should know about it.
 
-    waiting: shows the progress of the load and of later work with the model. Raises BadInputError for a wrong folder,
-    before PyTorch is loaded, and RunFailedError if no checkpoint is sound.
+    waiting: shows the progress of the load and of later work with the model. dtype: see `open_model`. Raises
+    BadInputError for a wrong folder, before PyTorch is loaded, and RunFailedError if no checkpoint is sound.
     """
     existing(source)
     # PyTorch's threads read from the environment how they wait, when PyTorch is loaded.
@@ -27,7 +27,7 @@ def open_trained(source: Path, waiting: Waiting) -> "TrainedModel":
     from llmtrain.comm.device import gpu_count
     from llmtrain.inference.trained import open_model
 
-    model = open_model(source, _warn, waiting)
+    model = open_model(source, _warn, waiting, dtype)
     return model if busy is None or gpu_count() else replace(model, notice=lambda: _warn(f"llmtrain: {busy}"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from llmtrain_data import units as quantities
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SamplePart, Samples, Split, open_split
 from llmtrain_data.indexed import bin_path
@@ -21,9 +22,11 @@ from llmtrain.checkpoint.manifest import MANIFEST, model_of, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError, UnreachableError, patiently
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.comm.device import gpu_memory
 from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.inference.generate import Sampling, generate
+from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.resolve.check import found_elsewhere
@@ -38,11 +41,14 @@ if TYPE_CHECKING:
 
 # Tokens of the prompt that are decoded before the generated ones.
 _CONTEXT = 16
+# Tokens of the samples that an imported model is evaluated on, unless the user gives another number or the model has
+# fewer positions. A Llama 3.1 has 131,072.
+_LONGEST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A checkpoint's model on this machine's device, in fp32.
+    """A checkpoint's model on this machine's device.
 
     folder: the checkpoint's. data: the section of the recipe in the checkpoint; None for an imported one, which has no
     recipe. progress: the training loop's state. tokenizer: None if there is none. notice: called after every check,
@@ -59,19 +65,22 @@ class TrainedModel:
     notice: Callable[[], None] = lambda: None
 
 
-def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | None = None) -> TrainedModel:
+def open_model(
+    source: Path, warn: Callable[[str], None], waiting: Waiting | None = None, dtype: str = "auto"
+) -> TrainedModel:
     """Load a checkpoint, or a run's newest sound one.
 
     warn: called with a sentence for each damaged or deleted checkpoint, which is skipped. waiting: shows the
-    progress of the load and of later work with the model. Raises RunFailedError if no checkpoint is sound,
-    UnreachableError or OSError if one cannot be read that may be sound.
+    progress of the load and of later work with the model. dtype: of weights and computation, fp32 or bf16; auto: on a
+    GPU as the run computed, on a CPU fp32. Raises RunFailedError if no checkpoint is sound, BadInputError if the
+    weights do not fit the GPU, UnreachableError or OSError if a checkpoint cannot be read that may be sound.
     """
     tried: list[Path] = []
     # List again after each: a run that has deleted the one that was read has newer ones.
     while left := [folder for folder in find_checkpoints(source) if folder not in tried]:
         tried.append(left[0])
         try:
-            return _open(left[0], waiting)
+            return _open(left[0], waiting, dtype)
         except (DamagedError, RunFailedError) as error:
             if not left[0].is_dir():
                 warn(f"skipped the checkpoint {left[0]}: its run has deleted it meanwhile (checkpoint.keep)")
@@ -82,15 +91,17 @@ def open_model(source: Path, warn: Callable[[str], None], waiting: Waiting | Non
     raise RunFailedError(f"none of the checkpoints in {source} is sound, see above; give another run or checkpoint")
 
 
-def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
+def _open(folder: Path, waiting: Waiting | None, dtype: str) -> TrainedModel:
     ranks = connect(Layout({Axis.DATA: 1}))
     ranks.activity.begin(f"loading the checkpoint {folder.name}")
     if waiting is not None:
         waiting.doing = ranks.activity.doing
     manifest = patiently(folder / MANIFEST, lambda: read_manifest(folder))
-    config = model_of(manifest)
+    config, memory = model_of(manifest), gpu_memory(ranks.device)
+    computed, units = _dtype(dtype, manifest.recipe, memory is not None), model_units(config)
+    _check_memory(sum(unit.numel for unit in units) * computed.itemsize, memory)
     model = GPT(config, ranks.device)
-    weights = [(unit, torch.empty(unit.numel, device=ranks.device)) for unit in model_units(config)]
+    weights = [(unit, torch.empty(unit.numel, dtype=computed, device=ranks.device)) for unit in units]
     load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
     for unit, weight in weights:
         UnitParameters(unit, model.unit(unit.name), weight, gathered=True)
@@ -105,6 +116,23 @@ def _open(folder: Path, waiting: Waiting | None) -> TrainedModel:
         tokenizer=tokenizer,
         ranks=ranks,
     )
+
+
+def _dtype(asked: str, recipe: Mapping[str, JsonValue], on_gpu: bool) -> torch.dtype:
+    if asked == "auto":
+        precision = recipe.get("precision")
+        trained = precision.get("compute") if isinstance(precision, dict) else None
+        asked = "bf16" if trained == "bf16" and on_gpu else "fp32"
+    return DTYPES[asked]
+
+
+def _check_memory(needed: int, memory: int | None) -> None:
+    """Raise BadInputError if weights of `needed` bytes do not fit a GPU. memory: of the GPU, None without one."""
+    if memory is not None and needed > memory:
+        raise BadInputError(
+            f"the model's weights take {quantities.size(needed)}, and this GPU has {quantities.size(memory)}; "
+            "--dtype bf16 takes half of fp32, and with CUDA_VISIBLE_DEVICES= the processors compute"
+        )
 
 
 def evaluate_on(
@@ -217,7 +245,7 @@ def _data(trained: TrainedModel, prefix: str | None) -> DataConfig:
         return data if prefix is None else replace(data, path=prefix, validation=None)
     if prefix is None:
         raise BadInputError("this checkpoint was imported and names no data; name a prepared set with --data")
-    return DataConfig(path=prefix, sequence_length=trained.model.config.positions)
+    return DataConfig(path=prefix, sequence_length=min(trained.model.config.positions, _LONGEST))
 
 
 def complete(
