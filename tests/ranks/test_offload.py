@@ -162,6 +162,12 @@ MOVED = {
         accumulation=4,
     ),
     "pipeline": Case(8, (*ALL_IN_FILES, "zero.stage=2"), accumulation=4, tensor=2, pipeline=2),
+    "weights sent packed": Case(
+        2, ("offload.optimizer=nvme", TWO_PATHS, "zero.stage=1", "quantize.weights=int8"), accumulation=4
+    ),
+    "weights sent packed to tensor-parallel ranks": Case(
+        4, (*ALL_IN_FILES, "zero.stage=2", "quantize.weights=int8"), accumulation=4, tensor=2
+    ),
     "half stepped before the norm is known": Case(
         2,
         ("offload.optimizer=nvme", TWO_PATHS, "offload.bucket=2048", "offload.spare=0.5", "optimizer.clip=0"),
@@ -188,6 +194,16 @@ def test_volumes_move_what_is_planned(name: str, trained: Trained) -> None:
         for moved in volume_traffic(plan, rank, Programs(ProgramSpec.of(plan, rank))).values():
             for path, read_and_written in moved.items():
                 planned[path].update(dict(enumerate(read_and_written)))
+        # No transfer besides, such as one that has a queue of its own.
+        moved_by_all = Counter[int]()
+        for counts in planned.values():
+            moved_by_all.update(counts)
+        # Beside a save, a step has its reads too.
+        least = [
+            min(after[way] - before[way] for before, after in pairwise(result.notes("transfers")[rank]))
+            for way in (0, 1)
+        ]
+        assert least == [moved_by_all[0], moved_by_all[1]]
         for before, after in pairwise(steps):
             for path, counts in planned.items():
                 assert [now - then for now, then in zip(after[path], before[path], strict=True)] == [

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from llmtrain.training import run as run
 from llmtrain.training.build import build
 from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
+from llmtrain_kernels.direct_io.queue import DirectQueue
+from torch import Tensor
 
 from tests.ranks.allocations import LEAST_BYTES, Allocations
 from tests.ranks.handed import Handed, handed
@@ -56,11 +59,13 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
     notes: dict[str, list[Any]] = {"state_bytes": [], "copies": [], "moved": [], "groups": [ranks.layout.world]}
-    notes |= {kind.value: [] for kind in Do}
+    notes |= {kind.value: [] for kind in Do} | {"transfers": []}
     high_water = HighWater()
     run.build = high_water.building(build)
     subgroups.group_over = noting_groups(notes["groups"])
-    loop.train_step = noting(notes)
+    transfers = Counter[str]()
+    DirectQueue._start = noting_transfers(transfers)  # type: ignore[method-assign]
+    loop.train_step = noting(notes, transfers)
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
         loop.train_step = counting(notes, loop.train_step)
@@ -74,9 +79,11 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
 
 
-def noting(notes: dict[str, list[Any]], step: Callable[..., bool] = loop.train_step) -> Callable[..., bool]:
+def noting(
+    notes: dict[str, list[Any]], transfers: Counter[str], step: Callable[..., bool] = loop.train_step
+) -> Callable[..., bool]:
     """Return a train step that then records the sizes that the engine holds, and what was ever moved between volumes
-    and memory."""
+    and memory: as the run says, and by its transfers."""
 
     def noted(run: Run, number: int) -> bool:
         stopping = step(run, number)
@@ -92,7 +99,18 @@ def noting(notes: dict[str, list[Any]], step: Callable[..., bool] = loop.train_s
             movers = [one for one in (run.offloaded, run.activations) if one is not None]
             usage = sum((one.usage() for one in movers), TierUsage())
             notes["moved"].append({path: (usage.read[path], usage.written[path]) for path in usage.read})
+            notes["transfers"].append((transfers["read"], transfers["write"]))
         return stopping
+
+    return noted
+
+
+def noting_transfers(transfers: Counter[str], start: Callable[..., int] = DirectQueue._start) -> Callable[..., int]:
+    """Return what starts a transfer of files, and adds its bytes to `transfers`, by its kind."""
+
+    def noted(queue: DirectQueue, file: int, offset: int, memory: Tensor, kind: str) -> int:
+        transfers[kind] += memory.nbytes
+        return start(queue, file, offset, memory, kind)
 
     return noted
 

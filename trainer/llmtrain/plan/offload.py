@@ -124,6 +124,7 @@ def offloaded_placement(
         alignment=lcm(placement.alignment, paged),
         weights_on=offload.parameters,
         gradients_on=offload.gradients,
+        optimizer_on=_memory(offload.tier) if offload.share > 0 else "device",
         writes_at_rest=at_rest,
     )
 

@@ -32,8 +32,9 @@ class Placement:
     the sums of gradients: fp32, or that of computation. reduce: dtype in which ranks send each other sums of gradients
     that are not quantized. backend: kernel of the optimizer step. alignment: every shard begins at a multiple of this
     many elements. weights_on: where weight shards are held; if they are offloaded, they are brought to the device
-    before they are used. gradients_on: where the sums of gradients rest. writes_at_rest: whether the CPU that steps
-    writes the rounded weights directly into the offloaded shard, in the host's memory.
+    before they are used. gradients_on: where the sums of gradients rest. optimizer_on: where optimizer states rest, or
+    a part of them. writes_at_rest: whether the CPU that steps writes the rounded weights directly into the offloaded
+    shard, in the host's memory.
     """
 
     axes: tuple[Axis, ...]
@@ -47,6 +48,7 @@ class Placement:
     alignment: int = ALIGNMENT
     weights_on: MemoryTier = "device"
     gradients_on: MemoryTier = "device"
+    optimizer_on: MemoryTier = "device"
     writes_at_rest: bool = False
 
     @property

@@ -170,7 +170,8 @@ class Engine:
     @property
     def state_bytes(self) -> int:
         """Bytes of this rank's model states."""
-        return sum(unit.nbytes for unit in self.units.values()) + self.weights.secondary_bytes
+        copies = self.weights.secondary_bytes + self.weights.replicated_bytes
+        return sum(unit.nbytes for unit in self.units.values()) + copies
 
     @property
     def pools(self) -> dict[str, int]:

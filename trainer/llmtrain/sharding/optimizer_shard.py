@@ -109,11 +109,16 @@ class OptimizerShard:
     another class can offload them; masters that are the weights lie in the unit's weight.
     """
 
-    def __init__(self, rule: StepRule, held: ElementRange, masters: Tensor, read_late: bool = False) -> None:
+    def __init__(
+        self, rule: StepRule, held: ElementRange, masters: Tensor, read_late: bool = False, moments: bool = True
+    ) -> None:
         """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
-        their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written."""
+        their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written. moments:
+        whether there are any yet."""
         self.held, self._rule, self._late = held, rule, read_late
-        self._states = {"master": masters, "m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
+        self._states = {"master": masters}
+        if moments:
+            self._states |= {"m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
 
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Do nothing: resident states are stepped when the norm is known."""

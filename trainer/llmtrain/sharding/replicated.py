@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.comm.device import to_device
+from llmtrain.comm.stream import Job
 from llmtrain.plan.traffic import Traffic
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.hops import Hop
@@ -26,12 +27,25 @@ class ReplicatedParameters:
         self._values = torch.zeros(size, dtype=unit.weight.dtype, device=unit.weight.device)
 
     def steps(self, hops: Sequence[Hop]) -> list[HopStep]:
-        """Return the steps that update them, and the weight shard, from the masters, which are sharded over `hops`."""
+        """Return the steps that update them, and the weight shard, from what ranks take, over `hops`."""
         found = [HopStep(hop.stream, partial(self._sum, hop)) for hop in hops]
         weight, start = self._unit.weight, self._unit.ranges.weights[0]
-        found[0] = found[0].first(self._take)
         found[-1] = found[-1].then(lambda: self.put(weight, start))
         return found
+
+    def taking(self) -> Job:
+        """Return what copies this rank's part of what a step has rounded, before packed weights overwrite it. The rest
+        is zero, so that the sum over ranks has all parts."""
+        unit, first, offset = self._unit, self._unit.spec.replicated_from, self._unit.ranges.optimizer[0]
+        start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
+        # Offloaded weights are on the device now, and not when this runs.
+        rounded = (unit.owned_weight if unit.at_rest is None else unit.at_rest)[start - offset : end - offset]
+
+        def take() -> None:
+            self._values.zero_()
+            self._values[start - first : end - first].copy_(to_device(rounded, self._values.device))
+
+        return take
 
     def traffic(self, hops: Sequence[Hop]) -> list[Traffic]:
         """Return the collectives of `steps`."""
@@ -51,14 +65,6 @@ class ReplicatedParameters:
     def nbytes(self) -> int:
         """Bytes of the values."""
         return self._values.nbytes
-
-    def _take(self) -> None:
-        """Copy this rank's part from its masters and zero the rest, so that the sum over ranks has all parts."""
-        unit, first = self._unit, self._unit.spec.replicated_from
-        start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
-        self._values.zero_()
-        masters = unit.optimizer.read("master", start, end)
-        self._values[start - first : end - first].copy_(to_device(masters, self._values.device))
 
     def _sum(self, hop: Hop) -> None:
         hop.collectives.all_reduce(self._values).wait()

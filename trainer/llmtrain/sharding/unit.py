@@ -9,7 +9,6 @@ from llmtrain_kernels.adamw.step import AdamWStep
 from torch import Tensor, nn
 
 from llmtrain.cluster.levels import Degrees, shard_range
-from llmtrain.comm.device import to_device
 from llmtrain.comm.waits import AllOf, Ticket
 from llmtrain.model.init import initialize
 from llmtrain.model.tensors import UnitSpec
@@ -60,8 +59,8 @@ class ShardedUnit:
     def __init__(
         self, spec: UnitSpec, module: nn.Module, hops: Hops, dtype: torch.dtype, seed: int, device: torch.device
     ) -> None:
-        """Create the states, with weights initialised from `seed`. dtype: the compute dtype; fp32 if the weights are
-        the masters."""
+        """Create the states, with weights initialised from `seed`; where optimizer states rest elsewhere, without the
+        moments, which are made there. dtype: the compute dtype; fp32 if the weights are the masters."""
         self.spec, self.hops = spec, hops
         self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
         start, end = ranges.optimizer
@@ -75,8 +74,8 @@ class ShardedUnit:
         drawn = min(end, spec.numel)
         if drawn > start:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
-        rule = self.step_rule(end, hops.placement.backend)
-        self.optimizer: OptimizerStates = OptimizerShard(rule, ranges.optimizer, masters)
+        rule, moments = self.step_rule(end, hops.placement.backend), hops.placement.optimizer_on == "device"
+        self.optimizer: OptimizerStates = OptimizerShard(rule, ranges.optimizer, masters, moments=moments)
         self.parameters = UnitParameters(spec, module, self.weight, held == ranges.padded)
         self.at_rest: Tensor | None = None
         if held:
@@ -105,11 +104,6 @@ class ShardedUnit:
         dtype."""
         start, end = (place - self.ranges.weights[0] for place in self.ranges.optimizer)
         return self.weight[start:end]
-
-    @property
-    def masters(self) -> Tensor:
-        """The fp32 masters of the `n` elements of `ranges.optimizer`, `[n]`, read-only, on the device that computes."""
-        return to_device(self.optimizer.read("master", *self.ranges.optimizer), self.weight.device)
 
     def own(self, place: int) -> int:
         """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""

@@ -1,10 +1,10 @@
-"""The update of all weight shards from the masters after an optimizer step."""
+"""The update of all weight shards after an optimizer step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmtrain.comm.device import stays_for_stream
+from llmtrain.comm.stream import Job
 from llmtrain.comm.waits import AllOf, Done, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER
@@ -20,24 +20,21 @@ from llmtrain.sharding.unit import ShardedUnit
 @dataclass(frozen=True)
 class Part:
     """A part of a unit's update. steps: those of it, which follow those of the part before. traffic: their
-    collectives."""
+    collectives. before: returns a job before the first step of the first part; None if there is none."""
 
     steps: Callable[[Workspace], list[HopStep]]
     traffic: Callable[[], list[Traffic]]
+    before: Callable[[], Job] | None = None
 
 
 def gather_part(unit: ShardedUnit, packing: Packing | None) -> Part:
-    """Return what gathers weights: as they were rounded when they were stepped, or packed from the masters."""
+    """Return what gathers weights, as they were rounded when they were stepped, or packed from these."""
     hops = unit.hops.gather(unit.degrees.weights, unit.degrees.optimizer)
 
     def steps(workspace: Workspace) -> list[HopStep]:
         if packing is None:
             return all_gather(unit.weight, hops)
-        masters = unit.masters
-        found = all_gather_packed(unit.weight, masters, hops, packing, workspace)
-        # Masters that come from the host are a tensor of this stream, and the first step reads it on another.
-        found[0] = found[0].then(lambda: stays_for_stream(masters))
-        return found
+        return all_gather_packed(unit.weight, unit.owned_weight, hops, packing, workspace)
 
     return Part(steps, lambda: gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
 
@@ -45,7 +42,7 @@ def gather_part(unit: ShardedUnit, packing: Packing | None) -> Part:
 def replicas_part(unit: ShardedUnit, replicated: ReplicatedParameters) -> Part:
     """Return what updates TP-replicated parameters, which must not be packed."""
     hops = unit.hops.gather(1, unit.degrees.optimizer)
-    return Part(lambda workspace: replicated.steps(hops), lambda: replicated.traffic(hops))
+    return Part(lambda workspace: replicated.steps(hops), lambda: replicated.traffic(hops), replicated.taking)
 
 
 def store_part(unit: ShardedUnit, offloaded: OffloadedWeights) -> Part:
@@ -105,20 +102,13 @@ class WeightUpdate:
 
         def steps(workspace: Workspace) -> list[HopStep]:
             first, *rest = [step for part in self._parts for step in part.steps(workspace)]
+            for job in [part.before() for part in self._parts if part.before is not None]:
+                first = first.first(job)
             return [first.first(after.wait), *rest]
 
         for part in self._parts:
             self._sending.count(part.traffic())
         return self._sending.in_flight.start(steps)[-1]
-
-
-class UpdateFromMasters(WeightUpdate):
-    """Sends what is made of the masters when its steps start, so the host waits for the step. See Update."""
-
-    def start(self, stepped: Ticket) -> Ticket:
-        """See Update."""
-        stepped.wait()
-        return self._send(Done())
 
 
 class UpdateAtRest(WeightUpdate):
@@ -142,9 +132,9 @@ def new_update(unit: ShardedUnit, sending: Sending, stores: Sequence[Part] = ())
     parts += stores
     if not parts:
         return StepAlone()
-    if packing is not None or unit.spec.name in replicated:
-        return UpdateFromMasters(parts, late, sending)
-    return WeightUpdate(parts, late, sending) if unit.at_rest is None else UpdateAtRest(parts, late, sending)
+    # What tensor-parallel ranks share is read where the step has written it.
+    waits = unit.at_rest is None or unit.spec.name in replicated
+    return WeightUpdate(parts, late, sending) if waits else UpdateAtRest(parts, late, sending)
 
 
 class WeightUpdates:
