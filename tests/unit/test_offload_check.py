@@ -15,6 +15,7 @@ from llmtrain.comm.activity import Activity
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
+from llmtrain.model.tensors import parameter_count
 from llmtrain.offload.optimizer_states import open_states
 from llmtrain.offload.place import open_offload
 from llmtrain.offload.weight_stores import FileWeights, HostWeights
@@ -114,6 +115,21 @@ def test_a_file_system_that_reserves_no_space(tmp_path: Path, monkeypatch: pytes
     (said,) = offload_remarks(plan)
     assert said.startswith(f"offload.paths has {tmp_path}, whose file system cannot reserve space (fallocate)")
     assert offload_remarks(planned(tmp_path)) == []
+
+
+def test_checkpoints_on_the_volume_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save would find it full. A run that has a folder has checkpoints already, most likely."""
+    plan = planned(tmp_path, *nvme(tmp_path), f"logging.dir={tmp_path}/runs", "checkpoint.keep=2")
+    files, size = offload_memory(plan, 0).files, 3 * 12 * parameter_count(plan.model)
+    for more, warned in ((0, True), (size - 1, True), (size, False)):
+        usage = SimpleNamespace(free=plan.grid.world * files + more)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
+        found = offload_remarks(plan)
+        assert len(found) == warned
+        assert all("and 3 checkpoints take" in one for one in found)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    Path(plan.logging.dir, plan.name).mkdir(parents=True)
+    assert offload_remarks(plan) == []
 
 
 def test_a_faster_volume_takes_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,10 @@ public:
         entry.user_data = number;
         sq_array_[index] = index;
         __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELEASE);
-        return enter(1, 0);
+        const int error = enter(1, 0);
+        // The kernel has not taken it, and must not take it later.
+        if (error) __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
+        return error;
     }
 
     int reap(bool wait, std::vector<std::pair<uint32_t, int64_t>> &done) override {

@@ -45,6 +45,7 @@ class DirectQueue:
         cannot be built."""
         self._functions, self._next = _functions(), 0
         self._pending: dict[int, Tensor] = {}
+        self._failed = list[Tensor]()
         self.moved: Counter[tuple[int, str]] = Counter()
         self.interface: Interface = interface or "io_uring"
         try:
@@ -71,8 +72,10 @@ class DirectQueue:
         """Wait until a transfer is done. Raises OSError."""
         error = torch.zeros(1, dtype=torch.int64)
         self._functions.queue_finish(self._queue, transfer, error.data_ptr())
-        del self._pending[transfer]
+        memory = self._pending.pop(transfer)
         if code := int(error):
+            # The kernel may still use it for other pieces of the transfer.
+            self._failed.append(memory)
             raise OSError(code, os.strerror(code))
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class OffloadConfig:
     the cluster file's node.nvme. bucket: elements of a bucket of states; auto is 4194304 where a GPU's host has them in
     its memory, else 524288. overlap: buckets of optimizer states that are on their way while one is stepped (AxoNN's k;
     ranks have reduced their gradients during the backward pass). With optimizer host, overlap + 1 threads step a bucket
-    each, and none is fetched ahead. auto is 3.
+    each, and none is fetched ahead; where gradients are offloaded, it is one thread. auto is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

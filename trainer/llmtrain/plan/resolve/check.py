@@ -304,7 +304,12 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
     if recipe.zero.registered and not plan.sharding.registered:
         idle = "NCCL does not join CPUs" if plan.device == "cpu" else "no other data-parallel rank has gradients to add"
         yield f"zero.registered is true, but {idle}; leave it out"
-    offload, unset = recipe.offload, Offload()
+    offload, unset, made = recipe.offload, Offload(), plan.sharding.offload
+    if offload.overlap != "auto" and made.tier == "host" and not made.on_device and made.gradients != "device":
+        yield (
+            f"offload.overlap is {offload.overlap}, but one thread steps buckets whose gradients are offloaded, and "
+            "none is fetched ahead from the host's memory; leave it out"
+        )
     # Sums of gradients move in buckets too.
     buckets = () if plan.sharding.offload.gradients != "device" else ("bucket",)
     given = {key: getattr(offload, key) for key in ("share", "spare", "spare_weights", *buckets, "overlap")}

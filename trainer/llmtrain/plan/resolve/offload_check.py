@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from llmtrain_data import units
 
+from llmtrain.cluster.tiers import node_ranks
+from llmtrain.model.tensors import parameter_count
 from llmtrain.plan.direct_file import probe
 from llmtrain.plan.memory.offload_memory import offload_memory
 from llmtrain.plan.per_rank.rank_activations import activation_memory
@@ -28,14 +30,10 @@ class SpaceNeeded(NamedTuple):
 
 def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
     """Return an error if a folder of `offload.paths` cannot hold the files of this machine's ranks, else None."""
-    rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
-    paths, total = rests.paths, sum(rests.bandwidths)
+    paths, ranks = _paths(plan), min(ranks_per_node, plan.grid.world)
     if not paths:
         return None
-    ranks = min(ranks_per_node, plan.grid.world)
-    files = ranks * max(_files(plan, role.rank) for role in roles(plan))
-    # Volumes take bytes in proportion to their bandwidths.
-    needed = [int(files * one / total) for one in rests.bandwidths]
+    needed = _bytes_by_volume(plan, ranks)
     advice = "give a larger volume or more of them, or offload less"
     space = SpaceNeeded(f"the offload of {units.count(ranks, 'rank')}", advice)
     # The folders may be those of the cluster file.
@@ -43,9 +41,9 @@ def offload_problem(plan: Plan, ranks_per_node: int) -> str | None:
 
 
 def offload_remarks(plan: Plan) -> list[str]:
-    """Return sentences about what is offloaded to no other memory than it is in, and about each folder of
-    `offload.paths` whose file system cannot reserve the space of files."""
-    return _in_the_same_memory(plan) + [
+    """Return sentences about what is offloaded to no other memory than it is in, about each folder of `offload.paths`
+    whose file system cannot reserve the space of files, and about one that leaves no room for checkpoints."""
+    return [*_in_the_same_memory(plan), *_no_room_for_checkpoints(plan)] + [
         f"offload.paths has {path}, whose file system cannot reserve space (fallocate): the run ends if others fill it"
         for path in _paths(plan)
         if _cannot_reserve(path)
@@ -134,6 +132,35 @@ def _in_the_same_memory(plan: Plan) -> list[str]:
     if plan.device != "cpu" or not keys:
         return []
     return [f"offload to host saves no memory on CPUs, which compute in the host's memory ({', '.join(keys)})"]
+
+
+def _bytes_by_volume(plan: Plan, ranks: int) -> list[int]:
+    """Return the bytes of files in each of `_paths`. ranks: number of ranks of this machine."""
+    rests = plan.sharding.offload if plan.sharding.offload.paths else plan.activation_offload
+    files = ranks * max(_files(plan, role.rank) for role in roles(plan))
+    # Volumes take bytes in proportion to their bandwidths.
+    return [int(files * one / sum(rests.bandwidths)) for one in rests.bandwidths]
+
+
+def _no_room_for_checkpoints(plan: Plan) -> Iterator[str]:
+    """Yield a sentence if the checkpoints of a run that has none yet are to be on the volume of offloaded states, which
+    has no room for them."""
+    folder, paths = Path(plan.logging.dir, plan.name).absolute(), _paths(plan)
+    if not paths or folder.exists():
+        return
+    above = next(parent for parent in folder.parents if parent.is_dir())
+    ranks, number = min(node_ranks(plan.tiers), plan.grid.world), plan.checkpoint.keep + 1
+    # fp32 masters and two moments. The oldest one stays until the newest is complete.
+    size = number * 12 * parameter_count(plan.model)
+    with suppress(OSError):
+        for path, nbytes in zip(paths, _bytes_by_volume(plan, ranks), strict=True):
+            free = shutil.disk_usage(path).free - nbytes
+            if os.stat(path).st_dev == os.stat(above).st_dev and free < size:
+                yield (
+                    f"offload.paths has {path}, on the volume of {folder}: beside what is offloaded, "
+                    f"{units.size(max(free, 0))} are free there, and {number} checkpoints take {units.size(size)}; set "
+                    "logging.dir to another volume, or a smaller checkpoint.keep"
+                )
 
 
 def _paths(plan: Plan) -> Sequence[str]:
