@@ -1,5 +1,6 @@
 """Training samples: fixed-length windows of a prepared set or a blend of sets, in an endless seeded order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -131,11 +132,11 @@ class Samples:
             if drawn
         ]
 
-    def unigram_entropy(self) -> float:
+    def unigram_entropy(self, moving: Callable[[], None] = lambda: None) -> float:
         """Return the entropy of the split's token frequencies in nats per token; sources count by weight.
 
         It is the loss of a model that knows only the token frequencies. Reads at most 64 Mi evenly spread tokens of
-        each source, always the same ones.
+        each source, always the same ones. moving: called after each read.
         """
         shares = []
         for source in self.sources:
@@ -143,6 +144,7 @@ class Samples:
             for start, end in _scanned_ranges(source.token_count):
                 found = token_counts(source.data, source.first + start, source.first + end, self._vocab)
                 counts[: len(found)] += found
+                moving()
             shares.append((source.weight, counts))
         mixture = np.zeros(max(len(counts) for _, counts in shares))
         for weight, counts in shares:
@@ -150,14 +152,16 @@ class Samples:
         mixture = mixture[mixture > 0] / mixture.sum()
         return float(-(mixture * np.log(mixture)).sum())
 
-    def check_ids(self) -> None:
+    def check_ids(self, moving: Callable[[], None] = lambda: None) -> None:
         """Raise DataError for an id outside the vocabulary.
 
-        Reads at most 64 Mi evenly spread tokens of each source; `batch` checks everything that it reads.
+        Reads at most 64 Mi evenly spread tokens of each source; `batch` checks everything that it reads. moving: called
+        after each read.
         """
         for source in self.sources:
             for start, end in _scanned_ranges(source.token_count):
                 source.check_ids(start, source.read(start, end))
+                moving()
 
     def begins(self) -> dict[str, int | None]:
         """Return, by the prefix of each set, the id that begins each of its documents; None if none is recorded."""

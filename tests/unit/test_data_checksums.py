@@ -270,7 +270,7 @@ def test_ids_that_are_not_of_the_vocabulary_are_refused_wherever_they_are_met(
         monkeypatch.setattr(dataset, "MAX_SCANNED", 1000)
         monkeypatch.setattr(dataset, "READ_AT_ONCE", 100)
         samples.check_ids()
-    readers = [samples.unigram_entropy] if seen_at_start else []
+    readers: list[Callable[[], object]] = [samples.unigram_entropy] if seen_at_start else []
     for read in (*readers, lambda: samples.batch(0, 0, 2 * 20_000 // LENGTH)):
         with pytest.raises(DataError, match=sentence):
             read()

@@ -202,6 +202,10 @@ def test_other_programs_words_are_in_one_table() -> None:
         ("fsdp zero.fsdp_config.reshard", "the names of FSDP"),
         ("activation_checkpointing.selective_ac_option", "recomputing a part"),
         ("fp8_format", "computing in fp8"),
+        ("lora peft.rank model.qlora", "adapters (LoRA)"),
+        ("data.reset_attention_mask block_causal", "attention within single documents"),
+        ("train.rampup_batch_size", "a batch that grows"),
+        ("logging.tensorboard", "TensorBoard is not supported"),
     ],
 )
 def test_features_that_are_not_supported(words: str, why: str) -> None:

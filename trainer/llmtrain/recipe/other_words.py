@@ -310,6 +310,19 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
             "recomputes groups of blocks"
         ),
         "fp8": "computing in fp8 is not supported; the nearest is precision.compute=bf16",
+        "q?lora|peft": "adapters (LoRA) are not supported; the nearest is model.hf, all of whose weights are trained",
+        "sft|chat_template|mask_prompt|train_on_inputs|completion_only_loss": (
+            "leaving tokens out of the loss is not supported; the nearest is model.hf with a set in data.path, all of "
+            "whose tokens count"
+        ),
+        "reset_attention_mask|reset_position_ids|eod_mask_loss|block_causal|document_mask": (
+            "attention within single documents is not supported; the nearest is a data.sequence_length like theirs"
+        ),
+        "rampup_batch_size|batch_size_rampup": (
+            "a batch that grows is not supported; the nearest is train.global_batch, raised when a run resumes"
+        ),
+        "tensorboard": "TensorBoard is not supported; the nearest is logging.wandb=offline",
+        "tf32": "computing in TF32 is not supported; the nearest is precision.compute=bf16",
     }
 )
 

@@ -82,7 +82,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     folder = Path(plan.logging.dir) / plan.name
     ranks.activity.begin("opening the data")
     # Data first: it is missing most often, and opening it costs nothing.
-    train_data, valid_data = open_data(plan)
+    train_data, valid_data = open_data(plan, ranks.activity.moving)
     with lock_folder(folder, ranks, stop) as lock:
         if plan.device == "cpu":
             ranks.activity.begin("building C++ kernels for this processor")
@@ -93,7 +93,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         about = RunInfo(
             device=ranks.device,
             model_state_bytes=parts.engine.state_bytes,
-            unigram_entropy=valid_data.unigram_entropy() if valid_data and ranks.is_main else None,
+            unigram_entropy=valid_data.unigram_entropy(ranks.activity.moving) if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
             doing=lambda: stop.with_request(ranks.activity.doing()),
         )

@@ -20,10 +20,11 @@ DATA = "data"
 _FINGERPRINTS = TypeAdapter(list[Fingerprint])
 
 
-def open_data(plan: Plan) -> tuple[Samples, Samples | None]:
-    """Return the training and the validation split; None for the latter without evaluation. Raises DataError."""
+def open_data(plan: Plan, moving: Callable[[], None] = lambda: None) -> tuple[Samples, Samples | None]:
+    """Return the training and the validation split; None for the latter without evaluation. moving: called while they
+    are read. Raises DataError."""
     training = open_split(plan.data, "train", plan.model.vocab)
-    training.check_ids()
+    training.check_ids(moving)
     evaluated = plan.training.eval_every and plan.data.validates
     return training, open_split(plan.data, "valid", plan.model.vocab) if evaluated else None
 
