@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 DEVELOPMENT := $(VENV)/development
 CORPUS := runs/quickstart-data
 
-.PHONY: help install quickstart test check soak bench gpu clean
+.PHONY: help install quickstart test check soak bench gpu gpu-offload clean
 
 help:
 	@echo "make install     install into $(VENV)"
@@ -18,6 +18,7 @@ help:
 	@echo "make soak        run the long tests (needs root)"
 	@echo "make bench       benchmark against peers and write docs/benchmarks.md (needs root)"
 	@echo "make gpu         run doctor, the tests and the benchmarks of a GPU (needs one; installs nothing)"
+	@echo "make gpu-offload measure training on a GPU with optimizer states on the host"
 
 install: $(INSTALLED)
 
@@ -96,6 +97,9 @@ bench: $(DEVELOPMENT)
 # Without .venv it uses the Python that is there, so that it needs no network.
 gpu:
 	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tools/gpu.py
+
+gpu-offload:
+	@$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tools/gpu.py offload
 
 clean:
 	rm -rf $(VENV) build dist

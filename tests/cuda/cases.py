@@ -7,9 +7,10 @@ from dataclasses import KW_ONLY, dataclass
 class Case:
     """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
     accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: how often the main
-    thread waits for the device in a step. pageable: places of the project that copy through memory that is not
-    pinned. uncounted: first steps that copy more than the others, and are finished before these begin. saves: whether a
-    checkpoint is saved before each step."""
+    thread waits for the device in a step. uncounted: first steps that copy more than the others, and are finished
+    before these begin. saves: whether a checkpoint is saved before each step. checks: whether replicas are compared and
+    the weights evaluated there. rewinds: whether the run rewinds to the last checkpoint after the steps, and does
+    another step."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -19,9 +20,10 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     waits: int = 1
-    pageable: int = 0
     uncounted: int = 0
     saves: bool = False
+    checks: bool = False
+    rewinds: bool = False
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -127,8 +129,7 @@ OFFLOAD = {
     "optimizer on the host, stage 3": Case(2, (_stage(3), *HOST)),
     "optimizer on the host, stepped on the device": Case(2, (_stage(1), *HOST, ON_DEVICE)),
     "optimizer on the host, bf16 sums": Case(1, (*HOST, "precision.gradients=compute")),
-    # Masters to be packed are put together from buckets.
-    "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8), pageable=1),
+    "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8)),
     # What the first step steps ahead is discarded.
     "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6"), uncounted=1),
     "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),
@@ -172,4 +173,27 @@ SAVES = {
     "saved, some states on the host": Case(1, (*HOST, "offload.share=0.5"), saves=True),
     "saved, optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS), saves=True),
 }
-CASES = SHARDING | PARALLEL | REGISTERS | OFFLOAD | SAVES
+CHECKS = {
+    "checked": Case(checks=True),
+    "checked, stage 1": Case(2, (_stage(1),), checks=True),
+    "checked, stage 3": Case(2, (_stage(3),), checks=True),
+    "checked, tensor, sequence": Case(4, (_stage(1), SEQUENCE), tensor=2, checks=True),
+    "checked, 1f1b, tied": Case(4, (_stage(1), TIED), pipeline=2, checks=True),
+    "checked, interleaved": Case(2, ("pipeline.schedule=interleaved", "model.layers=4"), pipeline=2, checks=True),
+    "checked, zero++": Case(4, ("zero.preset=zero++",), node=2, checks=True),
+    "checked, offload": Case(2, (_stage(3), *WEIGHTS, *HOST), checks=True),
+    "checked, activations on the host": Case(1, BORDERS, waits=5, checks=True),
+}
+DROPOUT = "model.dropout=0.1"
+DROPS = {
+    "dropout": Case(1, (DROPOUT,)),
+    "dropout, recomputed": Case(1, (DROPOUT, RECOMPUTED)),
+    "dropout, tensor, sequence": Case(2, (DROPOUT, SEQUENCE), tensor=2),
+    "dropout, recomputed, 1f1b": Case(2, (DROPOUT, RECOMPUTED), pipeline=2),
+}
+REWINDS = {
+    "rewound": Case(saves=True, rewinds=True),
+    "rewound, optimizer on the host": Case(1, HOST, saves=True, rewinds=True),
+    "rewound, weights on the host": Case(1, (*WEIGHTS, *HOST), saves=True, rewinds=True),
+}
+CASES = SHARDING | PARALLEL | REGISTERS | OFFLOAD | SAVES | CHECKS | DROPS | REWINDS

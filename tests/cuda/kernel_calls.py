@@ -6,8 +6,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from llmtrain.checkpoint.safetensors_file import bytes_of
 from llmtrain.offload import gradient_store
 from llmtrain.sharding import gradient_reduction, gradient_sums, optimizer_shard
+from llmtrain.training import replica_check
 from llmtrain_kernels import triton_launch
 from llmtrain_kernels.accumulate.op import accumulate
 from llmtrain_kernels.attention import op as attention
@@ -74,6 +76,7 @@ def stand_ins(machine: Machine) -> list[Any]:
         mock.patch.object(quantize, "_backend", return_value=packing),
         *_transfers(machine),
         mock.patch.object(optimizer_shard, "adamw", adamw),
+        _checksums(machine),
         mock.patch.object(gradient_reduction, "squared_sum", squared_sum),
         *_sums(machine),
         mock.patch.object(gradient_store, "squared_blocks", squared_blocks),
@@ -86,8 +89,19 @@ def stand_ins(machine: Machine) -> list[Any]:
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: str = "torch") -> Tensor:
     """Attention in one operator, as flash-attn has it."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
-    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, dropout, True)[0]
+    # The CPU has none with dropout.
+    mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)[0]
     return mixed.transpose(1, 2)
+
+
+def _checksums(machine: Machine) -> Any:
+    """Return the change to the host's reads of values that replicas compare."""
+
+    def checked(values: Tensor) -> memoryview:
+        machine.compute("a checksum", [values], [])
+        return bytes_of(values)
+
+    return mock.patch.object(replica_check, "bytes_of", checked)
 
 
 def _sums(machine: Machine) -> list[Any]:

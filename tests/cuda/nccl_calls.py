@@ -122,6 +122,13 @@ class Nccl:
             total.copy_(values.chunk(group.size())[group.rank()]).mul_(group.size())
         return work
 
+    def all_gather(self, gathered: list[Tensor], own: Tensor) -> None:
+        """See torch."""
+        self._call(self.world, "all_gather", [own], gathered, False)
+        with _DisableTorchDispatch():
+            for one in gathered:
+                one.copy_(own)
+
     def all_to_all_single(self, received: Tensor, sent: Tensor, group: Group, async_op: bool) -> Work | None:
         """See torch."""
         work = self._call(group, "all_to_all", [sent], [received], async_op)

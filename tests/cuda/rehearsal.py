@@ -28,11 +28,13 @@ from llmtrain.plan.resolve.check import check
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.prepare import named_facts
 from llmtrain.recipe.load import load_recipe
-from llmtrain.training import loop
+from llmtrain.training import evaluate, loop
 from llmtrain.training.batches import BatchReader
 from llmtrain.training.build import build
+from llmtrain.training.replica_check import compare
+from llmtrain.training.rewind import rewind_states
 from llmtrain.training.run import Run
-from llmtrain.training.states import shards_to_read
+from llmtrain.training.states import save as save_states
 from torch import Tensor
 
 from tests.cuda.cases import Case
@@ -43,6 +45,8 @@ from tests.cuda.recorder import Recorder
 from tests.cuda.threads import standing_for
 
 STEPS = 2
+# Samples of an evaluation.
+EVALUATED = 5
 # So many may be copied to be pinned.
 NUMBERS = 64
 CUDA = torch.device("cuda", 0)
@@ -82,7 +86,10 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
             machine.pageable.clear()
             for number in range(STEPS):
                 if case.saves:
-                    run.checkpoints.save(number, shards_to_read(run), {}, {"recipe": {}, "model": {}})
+                    save_states(run)
+                if case.checks:
+                    compare(run.engine, run.ranks, number, 0)
+                    assert loop.evaluate(run)
                 if number == case.uncounted:
                     run.engine.finish_steps()
                     before = _copied(run)
@@ -91,13 +98,36 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
                 loop.train_step(run, 1 + number)
             waits, applied = list(machine.waits), run.progress.applied
             run.engine.finish_steps()
-            down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(_copied(run), before, strict=True))
+            after, pageable = _copied(run), list(machine.pageable)
+            if case.rewinds:
+                rewind_states(run)
+                loop.train_step(run, run.progress.step)
+                run.engine.finish_steps()
+            down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(after, before, strict=True))
             planned = _planned(run.plan, rank)
     return Rehearsed(
-        races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=machine.pageable,
+        races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=pageable,
         strays=machine.strays, applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
         priorities=machine.priorities,
     )  # fmt: skip
+
+
+class Rows:
+    """Stands for samples, which are drawn at random."""
+
+    def __init__(self, vocab: int, tokens: int) -> None:
+        self._vocab, self._tokens, self._drawn = vocab, tokens, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return EVALUATED
+
+    def batch(self, seed: int, first: int, count: int) -> np.ndarray:
+        """See `Samples`."""
+        return self._drawn.integers(0, self._vocab, (count, self._tokens))
+
+    def without_repeats(self, count: int) -> list[SimpleNamespace]:
+        """See `Samples`: all of them, once."""
+        return [SimpleNamespace(samples=self, count=EVALUATED, share=1.0)]
 
 
 def _copied(run: Run) -> tuple[int, int]:
@@ -127,16 +157,18 @@ def running(plan: Plan, rank: int) -> Iterator[Run]:
     """Build a rank's part of a run, whose samples are drawn at random, and close it at the end."""
     # Whatever a rank waits for there, another one has written.
     store: Any = SimpleNamespace(set=_nothing, wait=_nothing, delete_key=_nothing, add=_nothing, clone=lambda: store)
-    ranks = Ranks(rank, 0, plan.grid, CUDA, Links(tiers=plan.tiers, store=store))
+    links = Links(tiers=plan.tiers, store=store if plan.grid.world > 1 else None)
+    ranks = Ranks(rank, 0, plan.grid, CUDA, links)
     parts = build(plan, ranks, lambda calls: None)
-    shape, drawn = (plan.batch.sequence_length + 1,), np.random.default_rng(0)
-    rows = SimpleNamespace(batch=lambda seed, first, count: drawn.integers(0, plan.model.vocab, (count, *shape)))
-    nothing = SimpleNamespace(check=lambda: None, step=lambda record: None, warn=print, asked=False)
+    rows: Any = Rows(plan.model.vocab, plan.batch.sequence_length + 1)
+    nothing = SimpleNamespace(
+        check=_nothing, step=_nothing, warn=print, evaluation=_nothing, rewind=_nothing, asked=False, interrupted=False
+    )
     checkpoints = Checkpointer(Path("checkpoints"), ranks, keep=1, asynchronous=True)
-    batches = BatchReader(cast(Any, rows), plan, ranks)
+    batches = BatchReader(rows, plan, ranks)
     yield Run(
         plan=plan, ranks=ranks, folder=Path(), model=parts.model, engine=parts.engine, executor=parts.executor,
-        train_data=cast(Any, rows), batches=batches, valid_data=None, log=cast(Any, nothing),
+        train_data=rows, batches=batches, valid_data=rows, log=cast(Any, nothing),
         checkpoints=checkpoints, scale=LossScale.of(plan.loss_scaling, plan.compute), stop=cast(Any, nothing),
         lock=cast(Any, nothing), offloaded=parts.offloaded, activations=parts.activations,
     )  # fmt: skip
@@ -200,6 +232,8 @@ def _library(machine: Machine, calls: Nccl, decisions: Decisions) -> list[Any]:
         mock.patch.object(dist, "broadcast", decisions.broadcast),
         mock.patch.object(dist, "destroy_process_group", calls.destroy_process_group),
         mock.patch.object(subgroups, "group_over", calls.group_over),
+        # Ranks would agree how long a part of an evaluation has taken.
+        mock.patch.object(evaluate, "BETWEEN", 1e9),
         mock.patch.object(stepper, "threading", stands),
         mock.patch.object(stream, "threading", stands),
         mock.patch.object(save, "threading", stands),

@@ -10,6 +10,8 @@ from tests.cuda.cases import CASES, REGISTERS
 from tests.cuda.twins import FREED, RACES
 
 STEPS = 2
+# The first test waits for all rehearsals.
+pytestmark = pytest.mark.timeout(1500)
 Answer = Callable[[str, str], dict[str, Any]]
 
 
@@ -86,7 +88,7 @@ def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> N
     steps one each."""
     found = answer("cases", case)
     assert len(found["waits"]) == CASES[case].waits, found["waits"]
-    assert len(found["pageable"]) == CASES[case].pageable, found["pageable"]
+    assert found["pageable"] == []
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "on the host" in name or "in files" in name])

@@ -20,7 +20,7 @@ from llmtrain.offload.stepper import StepTicket
 from llmtrain.offload.weight_stores import FileWeights
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.parallel.tensor.collectives import Pending
-from llmtrain.sharding import in_flight, weight_updates
+from llmtrain.sharding import in_flight
 from llmtrain.sharding.engine import Engine
 from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
@@ -200,9 +200,6 @@ def _backwards(self: Engine, numbers: Any) -> None:
 FREED = {
     "memory that another stream writes first": Twin(
         CASES["stage 3"], mock.patch.object(GatheredWeights, "wait", _writing_elsewhere)
-    ),
-    "weights made of masters": Twin(
-        CASES["optimizer on the host, int8"], mock.patch.object(weight_updates, "stays_for_stream", _nothing)
     ),
     "activations that nothing keeps": Twin(
         CASES["activations on the host"], mock.patch.object(GpuCopies, "save", _saved_and_forgotten)

@@ -10,12 +10,13 @@ from typing import cast
 
 import pytest
 import torch
+from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm import ranks as ranks_module
 from llmtrain.comm.ranks import connect
 from llmtrain.errors import PreemptedError
 from llmtrain.inference.generate import Sampling, generate
-from llmtrain.inference.trained import open_model
+from llmtrain.inference.trained import evaluate_on, open_model
 from llmtrain.plan.facts import Device, Facts
 from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
@@ -25,7 +26,8 @@ from llmtrain.training.attention import take_planned
 from llmtrain.training.run import Run
 
 from tests.tiny import Curve, curve, write_corpus
-from tools.bench.gpu import TINY, run_part
+from tools.bench.gpu import run_part
+from tools.bench.gpu_parts import TINY
 
 STEPS = 8
 RECIPE = """
@@ -133,19 +135,26 @@ def test_blocks_that_wait_for_the_host_are_timed_compiled(folder: Path) -> None:
     assert "; compiled, " in said
 
 
+def states_of(run: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Return every tensor of a run's last checkpoint."""
+    with CheckpointReader(run / "checkpoints" / f"step-{STEPS:08d}") as reader:
+        names = [(name, state) for name in reader.manifest.tensors for state in ("master", "m", "v")]
+        return {(name, state): reader.full_tensor(name, state) for name, state in names}
+
+
 @pytest.mark.parametrize(
     "keys",
     [(*HOST, ON_DEVICE), HOST, (*HOST, *WAITING), (*HOST, ON_DEVICE, *WAITING), (*NVME, ON_DEVICE), NVME],
     ids=["host, step on the device", "host", "ahead", "ahead, step on the device", "nvme, step on the device", "nvme"],
 )
 def test_offload_keeps_the_curve(keys: tuple[str, ...], folder: Path, device: Device) -> None:
-    """Where the same kernel steps, no bit changes. The kernel of CPUs rounds otherwise than that of a GPU."""
-    plain = trained(folder, "plain", device)
-    found = trained(folder, "offloaded", device, *keys)
-    if device == "cpu" or ON_DEVICE in keys:
-        assert found == plain
-    else:
-        assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-5)
+    """To the last bit: the kernels of CPUs and of GPUs have the bits of one reference."""
+    same = ("checkpoint.async=false",)
+    plain = trained(folder, "plain", device, *same)
+    found = trained(folder, "offloaded", device, *same, *keys)
+    assert found == plain
+    ours, theirs = (states_of(folder / "runs" / name) for name in ("offloaded", "plain"))
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
 def test_rows_have_what_their_step_moved_alone(folder: Path, device: Device) -> None:
@@ -233,3 +242,15 @@ def test_a_trained_model_generates(folder: Path, device: Device) -> None:
     tokens = list(generate(model, [1, 2, 3], 5, Sampling(temperature=0), None))
     assert len(tokens) == 5
     assert all(0 <= token < 64 for token in tokens)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("auto", 1e-5), ("bf16", 1e-2)])
+def test_the_loss_of_a_trained_model_is_that_of_its_run(
+    dtype: str, tolerance: float, folder: Path, device: Device
+) -> None:
+    trained(folder, "model", device)
+    rows = read_metrics(folder / "runs" / "model" / "metrics.jsonl")
+    logged = [row["loss"] for row in rows if row.get("event") == "eval"]
+    model = open_model(folder / "runs" / "model", pytest.fail, dtype=dtype)
+    found = evaluate_on(model, None, None, count=8, microbatch=4)
+    assert found["loss"] == pytest.approx(logged[-1], rel=tolerance)

@@ -17,7 +17,8 @@ from llmtrain.recipe.load import load_recipe
 from tools import gpu
 from tools.bench import gpu as bench
 from tools.bench import gpu_rank
-from tools.bench.gpu import PARTS, TINY, row, write_recipe
+from tools.bench.gpu import row, write_recipe
+from tools.bench.gpu_parts import OFFLOAD, PARTS, TINY
 from tools.bench.table import write_section
 
 MEASURED = {"card": "card", "mfu": None, "planned": 0, "measured": 0}
@@ -38,8 +39,9 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_states_on_the_host_fit_its_memory(tmp_path: Path) -> None:
     """Of 128 GiB, a part that leaves states there takes three quarters at most, the largest model seven eighths."""
-    outside = [part for part in PARTS if any("offload" in key for key in part.keys)]
-    assert len(outside) == 5
+    outside = [part for part in OFFLOAD if any("offload" in key for key in part.keys)]
+    assert len(outside) == len(OFFLOAD) - 1
+    assert all(not key.startswith("offload.") for part in PARTS for key in part.keys)
     for number, part in enumerate(outside):
         folder = tmp_path / str(number)
         folder.mkdir()

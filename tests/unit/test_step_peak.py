@@ -28,6 +28,7 @@ SETTINGS = {
     ),
 }
 PRESETS = ("gpt2-124m", "llama3.2-1b", "pythia-160m")
+AHEAD = ("offload.spare=1", "offload.spare_weights=device")
 NOTHING, BLOCKS = "activation_checkpointing=none", "activation_checkpointing=full"
 ALL = "train.global_batch=32"
 SEVERAL = {
@@ -50,6 +51,21 @@ SEVERAL = {
     "optimizer on the host": (2, 2, ("zero.stage=1", "offload.optimizer=host", NOTHING)),
     "stepped on the device": (2, 2, ("zero.stage=1", "offload.optimizer=host", "offload.step=device", NOTHING)),
     "weights on the host": (2, 2, ("zero.stage=3", "offload.optimizer=host", "offload.parameters=host", NOTHING)),
+    "weights ahead on the device": (2, 2, ("zero.stage=1", "offload.optimizer=host", *AHEAD, NOTHING)),
+    # Little else than states, as they are made.
+    "optimizer on the host, short sequences": (
+        1,
+        1,
+        ("offload.optimizer=host", "train.microbatch=1", "data.sequence_length=64", BLOCKS),
+    ),
+    "activations on the host": (1, 1, ("offload.activations=host", BLOCKS)),
+    "secondary copy": (4, 2, ("zero.stage=3", "zero.secondary=2", NOTHING)),
+    "gpipe": (2, 2, ("parallel.pipeline=2", "pipeline.schedule=gpipe", NOTHING)),
+    "interleaved": (2, 2, ("parallel.pipeline=2", "pipeline.schedule=interleaved", NOTHING)),
+    "breadth-first": (2, 2, ("pipeline.schedule=breadth-first", NOTHING)),
+    "breadth-first, stage 3": (2, 2, ("pipeline.schedule=breadth-first", "zero.stage=3", NOTHING)),
+    "zero bubble v": (2, 2, ("parallel.pipeline=2", "pipeline.schedule=zero-bubble-v", NOTHING)),
+    "message-driven": (2, 2, ("parallel.pipeline=2", "pipeline.schedule=message-driven", NOTHING)),
 }
 CASES: dict[tuple[str, str], dict[str, object]] = {
     **{

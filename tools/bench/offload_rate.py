@@ -243,6 +243,8 @@ link each way, step). In the last of them, the weights of `spare 1` wait for the
 smallest, over simulated) and the last two columns are with that. The least exact step is longer than the busiest lane
 where gradients are complete only in the last of several microbatches. With `pipeline.schedule: breadth-first`, all
 microbatches pass a unit before the next one, so that most gradients are complete early.
+Measured is the order that the run's own stepper and threads take: emulated lanes begin when what they wait for is over,
+so the seconds have no time of threads that wake, of locks and of Python.
 
 {table(("compute : link : step", *header), rows)}
 
