@@ -6,11 +6,11 @@ from dataclasses import KW_ONLY, dataclass
 @dataclass(frozen=True)
 class Case:
     """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
-    accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: how often the main
-    thread waits for the device in a step. uncounted: first steps that copy more than the others, and are finished
-    before these begin. saves: whether a checkpoint is saved before each step. checks: whether replicas are compared and
-    the weights evaluated there. rewinds: whether the run rewinds to the last checkpoint after the steps, and does
-    another step."""
+    accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: where the main thread waits
+    for the device in a step, beside the wait for the loss and the norm. uncounted: first steps that copy more than the
+    others, and are finished before these begin. saves: whether a checkpoint is saved before each step. checks: whether
+    replicas are compared and the weights evaluated there. rewinds: whether the run rewinds to the last checkpoint after
+    the steps, and does another step."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -19,7 +19,7 @@ class Case:
     accumulation: int = 2
     tensor: int = 1
     pipeline: int = 1
-    waits: int = 1
+    waits: tuple[str, ...] = ()
     uncounted: int = 0
     saves: bool = False
     checks: bool = False
@@ -31,6 +31,13 @@ class Case:
         data = self.world // self.tensor // self.pipeline
         grid = (f"parallel.tensor={self.tensor}", f"parallel.pipeline={self.pipeline}")
         return (*grid, f"train.global_batch={data * self.accumulation}", *self.keys)
+
+
+# By what waits, and for what.
+NORM, OWN_SECONDS = "an event in device.py:wait", "the device in activity.py:own_seconds"
+STEPPED = "the device in device.py:synchronize"
+SLOT = "a stream in gradient_tiers.py:put"
+KEPT = (*2 * ("an event in activation_copies.py:settle",), *2 * ("an event in stalls.py:timed",))
 
 
 def _stage(number: int) -> str:
@@ -61,7 +68,7 @@ SHARDING = {
     "stage 3, 2 nodes, sums sent in fp32": Case(4, (_stage(3), WIDE), node=2),
     "stage 3, tied": Case(2, (_stage(3), TIED)),
     "stage 3, nothing resident": Case(2, (_stage(3), "zero.resident=0"), accumulation=3),
-    "stage 3, logged": Case(2, (_stage(3), "logging.every=1"), waits=2),
+    "stage 3, logged": Case(2, (_stage(3), "logging.every=1"), waits=(OWN_SECONDS,)),
     "stage 1, 2 nodes": Case(4, (_stage(1),), node=2),
     "stage 2, 2 nodes": Case(4, (_stage(2),), node=2),
     "stage 3, 2 nodes": Case(4, (_stage(3),), node=2),
@@ -132,6 +139,8 @@ OFFLOAD = {
     "optimizer on the host, int8": Case(2, (_stage(1), *HOST, INT8)),
     # What the first step steps ahead is discarded.
     "optimizer on the host, not ahead": Case(1, (*HOST, "optimizer.clip=1.0e-6"), uncounted=1),
+    "optimizer on the host, logged": Case(2, (_stage(1), *HOST, "logging.every=1"), waits=(OWN_SECONDS, STEPPED)),
+    "optimizer on the host, spikes rewind": Case(1, (*HOST, "on_spike={threshold: 1.0e6, action: rewind}")),
     "gradients on the host": Case(2, (_stage(2), *HOST, GRADIENTS)),
     "gradients on the host, sent in fp32": Case(4, ("zero.preset=mics", *HOST, GRADIENTS, WIDE), node=2),
     "gradients on the host, one rank": Case(1, (*WEIGHTS, *HOST, GRADIENTS)),
@@ -157,14 +166,14 @@ OFFLOAD = {
     "stepped on the device, weights ahead there": Case(2, (_stage(1), *HOST, ON_DEVICE, *WAITING)),
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
-    "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=44),
+    "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=43 * (SLOT,)),
     "weights in files": Case(1, ("offload.parameters=nvme", "offload.gradients=none", FILES)),
     "weights in files, stage 3": Case(
         2, ("offload.parameters=nvme", "offload.optimizer=nvme", FILES, BUCKETS, _stage(3))
     ),
-    "activations on the host": Case(1, BORDERS, waits=5),
-    "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=5),
-    "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=5),
+    "activations on the host": Case(1, BORDERS, waits=KEPT),
+    "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=KEPT),
+    "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=KEPT),
 }
 SAVES = {
     "saved": Case(saves=True),
@@ -182,7 +191,7 @@ CHECKS = {
     "checked, interleaved": Case(2, ("pipeline.schedule=interleaved", "model.layers=4"), pipeline=2, checks=True),
     "checked, zero++": Case(4, ("zero.preset=zero++",), node=2, checks=True),
     "checked, offload": Case(2, (_stage(3), *WEIGHTS, *HOST), checks=True),
-    "checked, activations on the host": Case(1, BORDERS, waits=5, checks=True),
+    "checked, activations on the host": Case(1, BORDERS, waits=KEPT, checks=True),
 }
 DROPOUT = "model.dropout=0.1"
 DROPS = {

@@ -1,12 +1,13 @@
 """Steps of every layout on a GPU, rehearsed without one: no race, one order of NCCL's calls, and one wait a step."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from llmtrain.plan.collective_buffers import LANE_CTAS, MESSAGE_CTAS
 
-from tests.cuda.cases import CASES, REGISTERS
+from tests.cuda.cases import CASES, NORM, REGISTERS
 from tests.cuda.twins import FREED, RACES
 
 STEPS = 2
@@ -87,7 +88,7 @@ def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> N
     """Once a step. Offloaded activations have waits of their own, and buckets of gradients in files that the device
     steps one each."""
     found = answer("cases", case)
-    assert len(found["waits"]) == CASES[case].waits, found["waits"]
+    assert Counter(found["waits"]) == Counter([NORM, *CASES[case].waits])
     assert found["pageable"] == []
 
 
