@@ -170,6 +170,23 @@ def test_a_machine_is_described(
     assert machine.node == Node(ranks=ranks, host=Host(memory="112.0GiB"))
 
 
+@pytest.mark.parametrize(
+    ("said", "held"),
+    [
+        ("0 MiB, 24564 MiB\n", None),
+        ("700 MiB, 24564 MiB\n", None),
+        ("3 MiB, 81559 MiB\n20480 MiB, 81559 MiB\n", "20.0 GiB"),
+        ("[N/A], [N/A]\n", None),
+    ],
+)
+def test_memory_that_other_programs_hold(
+    said: str, held: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_tool(said, tmp_path, monkeypatch)
+    found = gpus.held_by_others()
+    assert found is None if held is None else f"hold {held} of a GPU's memory" in str(found)
+
+
 def test_auto_fills_the_machine_s_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,19 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     )
 
 
+def held_by_others() -> str | None:
+    """Return a sentence if other programs hold so much of a GPU's memory, by NVIDIA's driver, that a plan which fills
+    the GPU may not fit; else None. Call it before a rank starts."""
+    found = re.findall(r"^(\d+) MiB, (\d+) MiB$", _asked("memory.used,memory.total"), re.MULTILINE)
+    held = max((int(used) for used, total in found if int(used) > (1 - _USABLE) * int(total)), default=0)
+    if not held:
+        return None
+    return (
+        f"other programs hold {units.size(held * 2**20)} of a GPU's memory (nvidia-smi shows which), of which no plan "
+        "knows; state what is left as cluster.accelerator.memory"
+    )
+
+
 def cluster_of_gpus(ranks: int) -> Cluster | None:
     """Return a description of this machine with as many ranks, each on a GPU of its own, by NVIDIA's driver: the name
     and the usable memory of its GPUs, and the usable memory of the machine. None without the driver, with too few GPUs,

@@ -25,6 +25,7 @@ from llmtrain.launch.gpus import (
     cluster_of_gpus,
     few_queues,
     gpu_memory_problem,
+    held_by_others,
     idle_gpus,
     least_capability,
     set_gpu_variables,
@@ -125,14 +126,15 @@ def open_choices(recipe: Recipe) -> OpenChoices:
 
 
 def _remarks(place: Launched | None, gpus: int) -> list[str]:
-    """Return sentences about nodes and GPUs that the run leaves idle, and about what the environment slows down. gpus:
-    of this machine."""
+    """Return sentences about nodes and GPUs that the run leaves idle, about memory that others hold, and about what the
+    environment slows down. gpus: of this machine."""
     if place is not None and not place.is_first:
         return []
     idle = idle_nodes(os.environ) if place is None else idle_gpus(gpus, place)
     # Our launcher has said it.
     slow = few_queues(os.environ) if gpus and (place is None or place.by != "llmtrain") else None
-    return [sentence for sentence in (idle, slow) if sentence]
+    held = held_by_others() if gpus and place is None else None
+    return [sentence for sentence in (idle, slow, held) if sentence]
 
 
 def _refuse_second(folder: Path) -> None:
