@@ -230,3 +230,16 @@ def test_tensors_that_do_not_fit() -> None:
         quantize(x, 8, 32, out, rounding=cast(Any, "up"))
     with pytest.raises(ValueError, match="sums are"):
         dequantize_sum(out, 8, 32, torch.zeros(64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_values_that_were_packed_stay(dtype: torch.dtype, bits: int) -> None:
+    """A skipped step sends its weights again, which are unpacked already: 16-bit ones to the bit, fp32 ones within the
+    rounding of a scale."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        once = torch.randn(1, 8192) * 10 ** float(torch.rand(1) * 6 - 4)
+        once = unpacked(packed(once.to(dtype), bits, 256), bits, 256, 8192, dtype)
+        twice = unpacked(packed(once, bits, 256), bits, 256, 8192, dtype)
+        torch.testing.assert_close(twice, once, rtol=3e-7 if dtype == torch.float32 else 0, atol=0)
