@@ -61,8 +61,8 @@ quickstart: $(INSTALLED) $(CORPUS)/stdlib.idx
 
 # The first tests start several ranks, which share the cores; those of one process run side by side.
 test: $(DEVELOPMENT)
-	$(BIN)/pytest --ignore tests/unit
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile tests/unit
+	$(BIN)/pytest --ignore tests/unit --ignore tests/gpu
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile tests/unit tests/gpu
 
 check: $(DEVELOPMENT)
 	$(BIN)/ruff check .
