@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -100,7 +100,9 @@ def ends_in_one_sentence(process: subprocess.Popen[str], said: str) -> None:
 def end_children() -> None:
     children = psutil.Process().children(recursive=True)
     for child in children:
-        child.kill()
+        # It may have ended meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     psutil.wait_procs(children)
 
 
