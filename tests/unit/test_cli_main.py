@@ -65,7 +65,7 @@ def test_a_run_that_needs_too_much_memory_says_what_needs_less(
 @pytest.mark.parametrize(
     ("command", "advice"),
     [
-        ("eval", "a smaller --microbatch needs less"),
+        ("eval", "a smaller --microbatch or --sequence-length needs less"),
         ("generate", "a shorter --prompt or a smaller --max-tokens needs less"),
     ],
 )

@@ -86,7 +86,7 @@ class Rank:
         )
         made: Any = SimpleNamespace(
             spec=SimpleNamespace(name=name), hops=hops, degrees=SimpleNamespace(weights=weights, optimizer=2),
-            weight=torch.zeros(0 if at_rest else NUMEL), masters=torch.zeros(NUMEL // 2),
+            weight=torch.zeros(0 if at_rest else NUMEL), owned_weight=torch.zeros(NUMEL // 2),
             at_rest=torch.zeros(NUMEL) if at_rest else None,
         )  # fmt: skip
         return cast(ShardedUnit, made)
