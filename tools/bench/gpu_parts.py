@@ -90,39 +90,22 @@ PARTS = (
     Part(name="124M, vocabulary of 50304", preset="gpt2-124m", keys=("model.vocab=50304",), sequence=1024, batch=64),
 )
 # States that rest on the host, and the same model without offload where it fits.
+_3b = partial(Part, preset="llama3.2-3b", sequence=2048, batch=32, seconds=200, steps=5)
 OFFLOAD = (
     # As many tokens as the GPU computes while the CPU steps 3B parameters, in one microbatch: only the last one's
     # backward pass has complete gradients, which are stepped meanwhile.
     Part(name="3B", preset="llama3.2-3b", keys=(RECOMPUTED, NO_CLIP), sequence=2048, batch=32, seconds=150, steps=5),
-    Part(
-        name="3B, states on the host",
-        preset="llama3.2-3b",
-        keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD),
-        sequence=2048,
-        batch=32,
-        seconds=200,
-        steps=5,
-    ),
+    _3b(name="3B, states on the host", keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD)),
     # Those of the first layers stay: nothing hides their steps.
-    Part(
+    _3b(
         name="3B, four fifths of the states on the host",
-        preset="llama3.2-3b",
         keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD, "offload.share=0.8"),
-        sequence=2048,
-        batch=32,
-        seconds=200,
-        steps=5,
     ),
     # With several microbatches, all of which pass a layer before the next one, most gradients are complete early.
-    Part(
+    _3b(
         name="3B, states on the host, breadth-first",
-        preset="llama3.2-3b",
         keys=(RECOMPUTED, NO_CLIP, *HOST, *AHEAD, BREADTH_FIRST),
-        sequence=2048,
-        batch=32,
         microbatch=4,
-        seconds=200,
-        steps=5,
     ),
     Part(
         name="8B, states on the host",

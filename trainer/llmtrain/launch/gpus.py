@@ -221,12 +221,13 @@ def few_queues(environment: Mapping[str, str]) -> str | None:
     """Return a sentence if the user's number of hardware queues, which stays, is lower than that of a run, else None.
     Scripts of Megatron-LM set 1."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    given = environment.get(name, "32")
-    if not given.isdecimal() or int(given) >= 32:
+    # AMD's driver does not read it.
+    wanted, given = gpu_variables(1).get(name), environment.get(name, "")
+    if wanted is None or not given.isdecimal() or int(given) >= int(wanted):
         return None
     return (
-        f"{name} is {given}, and a run sets 32 where it is not set: streams that share a hardware queue wait for each "
-        "other, so less is sent beside the computation; unset it where your job script or image sets it"
+        f"{name} is {given}, and a run sets {wanted} where it is not set: streams that share a hardware queue wait for "
+        "each other, so less is sent beside the computation; unset it where your job script or image sets it"
     )
 
 
