@@ -70,10 +70,11 @@ def test_a_rank_notes_how_it_ended(error: Exception, kind: Ending, monkeypatch: 
     assert noted == [kind]
 
 
-def test_nccl_that_fails_as_it_connects_is_told() -> None:
+@pytest.mark.parametrize(("error", "why"), [(FULL, "No space left on device (28)"), (GONE, "is gone")])
+def test_nccl_that_fails_as_it_connects_is_told(error: str, why: str) -> None:
     with pytest.raises(RunFailedError) as found, _named_failure(1):
-        raise dist.DistBackendError(FULL)
-    assert "No space left on device (28); NCCL_DEBUG=INFO shows more. Containers need --ipc=host" in str(found.value)
+        raise dist.DistBackendError(error)
+    assert f"{why}; NCCL_DEBUG=INFO shows more. Containers need --ipc=host" in str(found.value)
     assert "\n" not in str(found.value)
 
 

@@ -260,8 +260,9 @@ def _named_failure(rank: int) -> Iterator[None]:
     try:
         yield
     except dist.DistBackendError as error:
+        why = nccl_failure(error) or "another rank, or the network to it, is gone"
         raise RunFailedError(
-            f"NCCL failed on rank {rank} on {socket.gethostname()} as it connected: {nccl_failure(error) or error}; "
+            f"NCCL failed on rank {rank} on {socket.gethostname()} as it connected: {why}; "
             "NCCL_DEBUG=INFO shows more. Containers need --ipc=host or a large --shm-size"
         ) from error
 
