@@ -10,7 +10,7 @@ from pydantic import Field
 
 Steps = Annotated[int, Field(ge=1, le=10**9)]
 StepsOrNever = Annotated[int, Field(ge=0, le=10**9)]
-Batch = Annotated[int, Field(ge=1, le=2**24)]
+BatchSize = Annotated[int, Field(ge=1, le=2**24)]
 SequenceLength = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=2048)]
 Hidden = Annotated[int, Field(ge=1, le=2**18)]
@@ -19,7 +19,7 @@ MAX_IDS = 2**24
 Vocab = Annotated[int, Field(ge=1, le=MAX_IDS)]
 NodeRanks = Annotated[int, Field(ge=1, le=2**12)]
 MAX_RANKS = 2**17
-Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+RanksOrMore = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 RanksOrNone = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Socket timeouts overflow above about a month.

@@ -2,9 +2,10 @@
 
 Layout, little-endian u64 numbers. Header: the magic number, whose last byte is the version; bytes of the `.bin`; bytes
 of the `.idx`; digest of the `.idx`; digest of the block digests followed by the header up to here. After the header:
-one digest for each block of BLOCK bytes of the `.bin`; the last block may be shorter. Then, if it is known how the set
-was encoded: the tokenizer's identity; the id that begins each document, if there is one; and the digest of the header's
-own digest followed by these. So the header's digest does not depend on what is known. Digests are XXH3-64.
+one digest for each block of CHECKSUM_BLOCK bytes of the `.bin`, whose last block may be shorter. Then, if it is known
+how the set was encoded: the tokenizer's identity; the id that begins each document, if there is one; and the digest of
+the header's own digest followed by these. So the header's digest does not depend on what is known. Digests are
+XXH3-64.
 """
 
 import os
@@ -26,7 +27,7 @@ SEALED = HEADER.size - 8
 TAIL, TAIL_WITH_BEGIN = struct.Struct("<QQ"), struct.Struct("<QQQ")
 """The tokenizer's identity, the id that begins each document if there is one, and their digest."""
 
-BLOCK = 1 << 16
+CHECKSUM_BLOCK = 1 << 16
 """Bytes of the `.bin` that one digest covers. The first read of a sample reads whole blocks. This costs little: the
 kernel reads ahead by as much anyway, and hashing one block takes some microseconds."""
 
@@ -61,7 +62,7 @@ def checksums_path(prefix: str | Path) -> Path:
 
 def block_count(size: int) -> int:
     """Return the number of blocks of a `.bin` of `size` bytes."""
-    return -(-size // BLOCK)
+    return -(-size // CHECKSUM_BLOCK)
 
 
 def read_checksums(prefix: str | Path) -> Checksums | None:
@@ -124,16 +125,16 @@ class ChecksumsWriter:
     def add(self, content: memoryview) -> None:
         """Take the next bytes of the `.bin`."""
         while len(content):
-            head = content[: BLOCK - self._bytes % BLOCK]
+            head = content[: CHECKSUM_BLOCK - self._bytes % CHECKSUM_BLOCK]
             self._block.update(head)
             self._bytes += len(head)
             content = content[len(head) :]
-            if self._bytes % BLOCK == 0:
+            if self._bytes % CHECKSUM_BLOCK == 0:
                 self._end_block()
 
     def finish(self, index: Path, encoding: Encoding | None = None) -> None:
         """Complete the file and fsync it. index: the complete `.idx`. encoding: as in `Checksums`."""
-        if self._bytes % BLOCK:
+        if self._bytes % CHECKSUM_BLOCK:
             self._end_block()
         mapped = File(index).content
         header = HEADER.pack(MAGIC, self._bytes, len(mapped), xxhash.xxh3_64_intdigest(mapped), 0)[:SEALED]
@@ -174,18 +175,18 @@ class BlockVerifier:
 
     def verify(self, start: int, end: int) -> None:
         """Verify the blocks that hold the bytes `[start, end)`. Raises DataError that names the first damaged block."""
-        for block in range(start // BLOCK, block_count(end)):
+        for block in range(start // CHECKSUM_BLOCK, block_count(end)):
             if not self._seen[block]:
                 self._verify(block)
 
     def damaged(self, block: int) -> bool:
         """Return whether a block does not match its checksum."""
-        content = self._file.content[block * BLOCK : (block + 1) * BLOCK]
+        content = self._file.content[block * CHECKSUM_BLOCK : (block + 1) * CHECKSUM_BLOCK]
         return xxhash.xxh3_64_intdigest(content) != self._checksums.blocks[block]
 
     def _verify(self, block: int) -> None:
         if self.damaged(block):
-            first, last = block * BLOCK, min((block + 1) * BLOCK, len(self._file.content))
+            first, last = block * CHECKSUM_BLOCK, min((block + 1) * CHECKSUM_BLOCK, len(self._file.content))
             raise DataError(
                 f"{self._file.path} does not match its checksums in bytes {first} to {last}; it was damaged or changed "
                 "after preparation, so prepare the data again or restore the file from a backup"

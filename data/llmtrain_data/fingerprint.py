@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from llmtrain_data.checksums import BLOCK, block_count
+from llmtrain_data.checksums import CHECKSUM_BLOCK, block_count
 from llmtrain_data.indexed import IndexedData
 
 SAMPLED = 256
@@ -39,7 +39,7 @@ class Fingerprint:
 def fingerprint(data: IndexedData) -> Fingerprint:
     """Return the fingerprint of a set. Raises DataError if a sampled block does not match its checksum."""
     size = data.token_count * data.dtype.itemsize
-    count, per_block = block_count(size), BLOCK // data.dtype.itemsize
+    count, per_block = block_count(size), CHECKSUM_BLOCK // data.dtype.itemsize
     sample = xxhash.xxh3_64()
     for block in np.unique(np.linspace(0, max(count - 1, 0), SAMPLED).astype(int)).tolist():
         sample.update(data.read(block * per_block, min((block + 1) * per_block, data.token_count)).data)

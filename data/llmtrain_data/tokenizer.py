@@ -78,7 +78,7 @@ class _Tokens(_Additions, kw_only=True):
     model: _MergingModel | None = None
 
 
-Part = TypeVar("Part", _Description, _Mapping, _Tokens)
+FilePart = TypeVar("FilePart", _Description, _Mapping, _Tokens)
 
 
 def tokenizer_size(folder: str | Path) -> int:
@@ -137,7 +137,7 @@ def token_ids(folder: Path) -> dict[str, int]:
     return ids | {token.content: token.id for token in found.added_tokens or []}
 
 
-def _decoded(folder: Path, part: type[Part]) -> Part:
+def _decoded(folder: Path, part: type[FilePart]) -> FilePart:
     path = folder / "tokenizer.json"
     try:
         # The type skips the list of merges, which would take ten times as long to build.

@@ -9,7 +9,7 @@ import xxhash
 
 from llmtrain_data import units
 from llmtrain_data.checksums import (
-    BLOCK,
+    CHECKSUM_BLOCK,
     BlockVerifier,
     ChecksumsWriter,
     block_count,
@@ -25,7 +25,7 @@ from llmtrain_data.progress import progress
 SHOWN, LISTED = 20, 1000
 """Most damaged ranges that the table shows, and that the JSON lists."""
 
-READ_AT_ONCE = 256 * BLOCK
+READ_AT_ONCE = 256 * CHECKSUM_BLOCK
 """Bytes per read and progress report."""
 
 
@@ -99,12 +99,12 @@ def verify(prefix: Path) -> Verification:
     with progress("verify", size, "bytes") as report:
         for start in range(0, size, READ_AT_ONCE):
             end = min(start + READ_AT_ONCE, size)
-            for first in range(start, end, BLOCK):
-                if first >= checksums.bin_bytes or verifier.damaged(first // BLOCK):
+            for first in range(start, end, CHECKSUM_BLOCK):
+                if first >= checksums.bin_bytes or verifier.damaged(first // CHECKSUM_BLOCK):
                     found.blocks += 1
-                    found.add(content.path, first, min(first + BLOCK, end))
+                    found.add(content.path, first, min(first + CHECKSUM_BLOCK, end))
             report(end - start)
-    return Verification(str(prefix), block_count(size), BLOCK, found.blocks, found.bytes, found.places)
+    return Verification(str(prefix), block_count(size), CHECKSUM_BLOCK, found.blocks, found.bytes, found.places)
 
 
 def write_checksums(prefix: Path, overwrite: bool) -> int:

@@ -51,7 +51,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if usual and (form := known.get(place)) is not None:
         form[0](*passed, *form[1])
         return
-    with device_of(first):
+    with on_device_of(first):
         compiled = kernel[grid](*arguments, **constants)
     if usual:
         if len(known) == FORMS:
@@ -87,7 +87,7 @@ def _described(arguments: Sequence[Any], key: list[object]) -> tuple[tuple[objec
     return tuple(passed), bits
 
 
-def device_of(x: Tensor) -> AbstractContextManager[None]:
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Return a context in which Triton launches on x's device: it takes the current one, whatever its arguments."""
     return torch.cuda.device(x.device if x.is_cuda else -1)
 

@@ -16,7 +16,7 @@ from llmtrain_kernels.attention import op as attention
 from llmtrain_kernels.cross_entropy import op as cross_entropy
 from llmtrain_kernels.direct_io.queue import DirectQueue
 from llmtrain_kernels.quantize import op as quantize
-from llmtrain_kernels.quantize.format import Backend
+from llmtrain_kernels.quantize.format import QuantizeBackend
 from llmtrain_kernels.quantize.reference import REFERENCE
 from torch import Tensor
 from torch._C import _DisableTorchDispatch
@@ -71,7 +71,7 @@ def stand_ins(machine: Machine) -> list[Any]:
                 logits.copy_(wide)
         return found
 
-    packing = Backend(quantizes, dequantizes, dequantizes_sum)
+    packing = QuantizeBackend(quantizes, dequantizes, dequantizes_sum)
     return [
         mock.patch.object(quantize, "_backend", return_value=packing),
         *_transfers(machine),

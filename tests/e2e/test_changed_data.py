@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmtrain_data.checksums import BLOCK
+from llmtrain_data.checksums import CHECKSUM_BLOCK
 
 from tests.tiny import write_corpus
 
@@ -57,8 +57,10 @@ def flip(folder: Path, chance: random.Random) -> str:
     place = chance.randrange(len(content))
     content[place] ^= 1 << chance.randrange(8) if chance.randrange(2) else chance.randrange(1, 256)
     content.flush()
-    first = place // BLOCK * BLOCK
-    return f"set.bin does not match its checksums in bytes {first} to {min(first + BLOCK, len(content))}; it was"
+    first = place // CHECKSUM_BLOCK * CHECKSUM_BLOCK
+    return (
+        f"set.bin does not match its checksums in bytes {first} to {min(first + CHECKSUM_BLOCK, len(content))}; it was"
+    )
 
 
 def turn_round(folder: Path, chance: random.Random) -> str:

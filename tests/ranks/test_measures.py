@@ -10,7 +10,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.per_rank.process_groups import group_sizes
 from llmtrain.plan.per_rank.states import most_states
-from llmtrain.plan.placement import ALIGNMENT
+from llmtrain.plan.placement import UNIT_ALIGNMENT
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import Gather, Program
 from llmtrain.plan.program.spec import ProgramSpec
@@ -42,7 +42,7 @@ def facts(result: Result) -> tuple[Recipe, Degrees, list[int]]:
 
 def shard_multiple(recipe: Recipe) -> int:
     """Return the number of elements that divides every shard: with quantized weights, no block spans two shards."""
-    return ALIGNMENT if widths(recipe)[0] == 32 else BLOCK
+    return UNIT_ALIGNMENT if widths(recipe)[0] == 32 else BLOCK
 
 
 def packed(numel: int, bits: int) -> int:

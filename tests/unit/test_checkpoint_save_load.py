@@ -25,7 +25,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.errors import BadInputError, RunFailedError
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import TensorSpec, UnitSpec, model_units
-from llmtrain.plan.memory.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import SHARD_FILE_BLOCK
 
 T = TypeVar("T")
 STATES = ("master", "m", "v")
@@ -139,7 +139,7 @@ def test_pieces_longer_than_a_block(tmp_path: Path) -> None:
     small = TensorSpec(name="u.a", parameter="a", shape=(7,), decay=True)
     unit = UnitSpec("u", (small, replace(small, name="u.b", parameter="b", shape=(3, 3_000_000))))
     values = torch.arange(unit.numel, dtype=torch.float32)
-    assert values.nbytes > 2 * BLOCK
+    assert values.nbytes > 2 * SHARD_FILE_BLOCK
 
     def write(ranks: Ranks) -> str | None:
         shard = StateShard(unit, 0, unit.numel, {"master": values})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llmtrain_data import dataset, ids
 from llmtrain_data.bounds import MAX_IDS
-from llmtrain_data.checksums import BLOCK, HEADER, ChecksumsWriter, checksums_path, read_checksums
+from llmtrain_data.checksums import CHECKSUM_BLOCK, HEADER, ChecksumsWriter, checksums_path, read_checksums
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import Samples, open_split
 from llmtrain_data.describe import describe
@@ -69,11 +69,11 @@ def test_every_flip_is_noticed_when_its_block_is_read(prefix: Path, flips: int) 
     whole = path.read_bytes()
     for _ in range(flips):
         place = flip(path, random)
-        block = place // BLOCK
-        with pytest.raises(DataError, match=rf"set\.bin does not match .* bytes {block * BLOCK} to"):
+        block = place // CHECKSUM_BLOCK
+        with pytest.raises(DataError, match=rf"set\.bin does not match .* bytes {block * CHECKSUM_BLOCK} to"):
             read_all(opened(prefix))
         assert [(one.first, one.last) for one in verify(prefix).damaged] == [
-            (block * BLOCK, min((block + 1) * BLOCK, len(whole)))
+            (block * CHECKSUM_BLOCK, min((block + 1) * CHECKSUM_BLOCK, len(whole)))
         ]
         path.write_bytes(whole)
     read_all(opened(prefix))
@@ -125,12 +125,12 @@ def test_without_checksums_a_small_set_has_another_fingerprint_after_every_flip(
 
 def test_only_what_is_read_is_verified(prefix: Path) -> None:
     with open(f"{prefix}.bin", "r+b") as file:
-        file.seek(3 * BLOCK)
+        file.seek(3 * CHECKSUM_BLOCK)
         file.write(b"\xff\xff")
     data = IndexedData(prefix)
-    data.read(0, 3 * BLOCK // 2)
-    with pytest.raises(DataError, match=rf"bytes {3 * BLOCK} to 240000"):
-        data.read(3 * BLOCK // 2 - 1, 3 * BLOCK // 2 + 1)
+    data.read(0, 3 * CHECKSUM_BLOCK // 2)
+    with pytest.raises(DataError, match=rf"bytes {3 * CHECKSUM_BLOCK} to 240000"):
+        data.read(3 * CHECKSUM_BLOCK // 2 - 1, 3 * CHECKSUM_BLOCK // 2 + 1)
 
 
 def test_a_file_that_is_cut_under_its_reader_does_not_kill_the_process(prefix: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_file_that_is_cut_under_its_reader_does_not_kill_the_process(prefix: P
 
 
 def test_checksums_do_not_depend_on_how_a_set_was_written(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, VOCAB, 3 * BLOCK // 100 * 100, np.uint16)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 3 * CHECKSUM_BLOCK // 100 * 100, np.uint16)
     for name, piece in (("a", 100), ("b", 32_800), ("c", len(tokens))):
         write(tmp_path / name, tokens, piece)
     wanted = checksums_path(tmp_path / "a").read_bytes()
@@ -157,7 +157,7 @@ def test_checksums_do_not_depend_on_how_a_set_was_written(tmp_path: Path) -> Non
         write_checksums(tmp_path / "c", overwrite=False)
 
 
-@pytest.mark.parametrize("size", [0, 100, BLOCK // 2 // 100 * 100])
+@pytest.mark.parametrize("size", [0, 100, CHECKSUM_BLOCK // 2 // 100 * 100])
 def test_sets_of_any_size_are_verified(tmp_path: Path, size: int) -> None:
     prefix = write(tmp_path / "a", np.zeros(size, np.uint16))
     assert verify(prefix).damaged == []
@@ -191,11 +191,11 @@ def test_verify_tells_of_damage_of_any_kind(prefix: Path, suffix: str, kind: str
 
 def test_damage_is_listed_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmtrain_data.verify.LISTED", 30)
-    prefix = write(tmp_path / "a", np.zeros(BLOCK * 50 // 100 * 100, np.uint16), 10**6)
+    prefix = write(tmp_path / "a", np.zeros(CHECKSUM_BLOCK * 50 // 100 * 100, np.uint16), 10**6)
     content = np.memmap(f"{prefix}.bin", np.uint8)
-    content[:: 2 * BLOCK] = 1
+    content[:: 2 * CHECKSUM_BLOCK] = 1
     found = verify(prefix)
-    assert (found.damaged_bytes, len(found.damaged)) == (50 * BLOCK, 30)
+    assert (found.damaged_bytes, len(found.damaged)) == (50 * CHECKSUM_BLOCK, 30)
     assert [name for name, _ in found.facts()].count("damaged") == 21
 
 
@@ -243,9 +243,9 @@ def test_fingerprints_tell_sets_apart_and_not_where_they_lie(prefix: Path, tmp_p
 
 def test_a_large_set_is_fingerprinted_by_checksums_or_by_samples(tmp_path: Path) -> None:
     """Only checksums show a change between the sampled blocks."""
-    tokens = np.zeros(BLOCK * 3 * SAMPLED // 2 // 100 * 100, np.uint16)
+    tokens = np.zeros(CHECKSUM_BLOCK * 3 * SAMPLED // 2 // 100 * 100, np.uint16)
     changed = tokens.copy()
-    changed[BLOCK // 2 + 5] = 1
+    changed[CHECKSUM_BLOCK // 2 + 5] = 1
     was, now = (fingerprint(IndexedData(write(tmp_path / n, t, 10**7))) for n, t in (("a", tokens), ("b", changed)))
     assert was.sample == now.sample
     assert difference([was], [now])

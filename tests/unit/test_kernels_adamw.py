@@ -11,7 +11,7 @@ from llmtrain_kernels.adamw import cpu, reference
 from llmtrain_kernels.adamw.op import adamw
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.native import native_reason
-from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
+from llmtrain_kernels.squared_sum.op import SQUARES_BLOCK, squared_sum
 from torch import Tensor
 
 from tests.adamw_states import CLIPPED, PLAIN, assert_same_bits, clones, cut, states
@@ -31,7 +31,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_equals_reference(lanes: int, dtype: torch.dtype, numbers: AdamWStep) -> None:
     assert native_reason(("adamw",)) is None
-    for numel in (0, 1, 7, 16, 33, BLOCK, 70_001):
+    for numel in (0, 1, 7, 16, 33, SQUARES_BLOCK, 70_001):
         for number, weight_dtype in enumerate(WEIGHTS):
             ours, gradient = states(numel)
             gradient, theirs = gradient.to(dtype), clones(ours)
@@ -70,7 +70,7 @@ def test_cuts_and_threads_do_not_change_a_bit(lanes: int) -> None:
 @pytest.mark.parametrize("lanes", cpu.LANES)
 def test_large_ranges(lanes: int, dtype: torch.dtype) -> None:
     """Their weights are written past the caches, except before the first aligned block and after the last whole one."""
-    start, gradient = states((1 << 20) + 3 * BLOCK + 37)
+    start, gradient = states((1 << 20) + 3 * SQUARES_BLOCK + 37)
     first = 32 * 7
     for threads in (1, 3):
         torch.set_num_threads(threads)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, Interface, aligned_bytes
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT, DirectQueue, Interface, aligned_bytes
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def opened(interface: Interface, depth: int = 64, piece: int = 2**20) -> DirectQ
 
 
 @pytest.mark.parametrize("interface", ["io_uring", "aio"])
-@pytest.mark.parametrize(("depth", "piece"), [(1, ALIGNMENT), (4, 3 * ALIGNMENT), (64, 2**20)])
+@pytest.mark.parametrize(("depth", "piece"), [(1, FILE_ALIGNMENT), (4, 3 * FILE_ALIGNMENT), (64, 2**20)])
 def test_what_is_written_is_read(file: int, interface: Interface, depth: int, piece: int) -> None:
     """More transfers than the kernel takes at once, of sizes that are no multiples of the pieces."""
     queue = opened(interface, depth, piece)
-    sizes = [ALIGNMENT * pages for pages in (1, 7, 64, 3, 128)]
+    sizes = [FILE_ALIGNMENT * pages for pages in (1, 7, 64, 3, 128)]
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     sent = [random_bytes(size, size) for size in sizes]
     writes = [queue.write(file, start, values) for start, values in zip(starts, sent, strict=True)]
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(file: int, interface: Interface, depth: int, pi
 
 @pytest.mark.parametrize("interface", ["io_uring", "aio"])
 def test_errors_name_themselves(file: int, interface: Interface) -> None:
-    queue, memory = opened(interface), aligned_bytes(ALIGNMENT)
+    queue, memory = opened(interface), aligned_bytes(FILE_ALIGNMENT)
     with pytest.raises(OSError, match="Bad file descriptor"):
         queue.finish(queue.read(10_000, 0, memory))
     # Behind the end of the file there is nothing to read.
@@ -98,20 +98,20 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     opened = os.open(tmp_path / "full", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
     queue = DirectQueue()
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ALIGNMENT, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * FILE_ALIGNMENT, limits[1]))
         with pytest.raises(OSError, match="File too large"):
-            queue.finish(queue.write(opened, 0, random_bytes(4 * ALIGNMENT, 0)))
+            queue.finish(queue.write(opened, 0, random_bytes(4 * FILE_ALIGNMENT, 0)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
         queue.close()
         os.close(opened)
-    assert os.path.getsize(tmp_path / "full") == 2 * ALIGNMENT
+    assert os.path.getsize(tmp_path / "full") == 2 * FILE_ALIGNMENT
 
 
 def test_unaligned_transfers_are_refused(file: int) -> None:
-    queue, memory = DirectQueue(), aligned_bytes(2 * ALIGNMENT)
-    for offset, part in ((512, memory), (0, memory[:512]), (0, memory[512 : 512 + ALIGNMENT])):
+    queue, memory = DirectQueue(), aligned_bytes(2 * FILE_ALIGNMENT)
+    for offset, part in ((512, memory), (0, memory[:512]), (0, memory[512 : 512 + FILE_ALIGNMENT])):
         with pytest.raises(ValueError, match="not aligned to 4096 bytes"):
             queue.read(file, offset, part)
     queue.close()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from llmtrain_kernels.squared_sum.op import BLOCK, squared_blocks, squared_sum
+from llmtrain_kernels.squared_sum.op import SQUARES_BLOCK, squared_blocks, squared_sum
 
 
-@pytest.mark.parametrize("count", [0, 1, 31, BLOCK, 3 * BLOCK + 17, 200_003])
-@pytest.mark.parametrize("offset", [0, 32, BLOCK - 32, 5 * BLOCK + 64])
+@pytest.mark.parametrize("count", [0, 1, 31, SQUARES_BLOCK, 3 * SQUARES_BLOCK + 17, 200_003])
+@pytest.mark.parametrize("offset", [0, 32, SQUARES_BLOCK - 32, 5 * SQUARES_BLOCK + 64])
 def test_against_fp64(count: int, offset: int) -> None:
     x = 100 * torch.randn(count, generator=torch.Generator().manual_seed(count))
     found = squared_sum(x, offset)
@@ -14,8 +14,8 @@ def test_against_fp64(count: int, offset: int) -> None:
     assert float(found) == pytest.approx(float(x.double().square().sum()), rel=1e-14)
 
 
-@pytest.mark.parametrize("offset", [0, BLOCK - 32])
-@pytest.mark.parametrize("count", [0, 31, 3 * BLOCK + 17, 200_003])
+@pytest.mark.parametrize("offset", [0, SQUARES_BLOCK - 32])
+@pytest.mark.parametrize("count", [0, 31, 3 * SQUARES_BLOCK + 17, 200_003])
 def test_bf16_has_the_bits_of_the_same_numbers_in_fp32(count: int, offset: int) -> None:
     x = (100 * torch.randn(count, generator=torch.Generator().manual_seed(count))).bfloat16()
     assert torch.equal(squared_sum(x, offset), squared_sum(x.float(), offset))
@@ -36,10 +36,10 @@ def test_threads_do_not_change_a_bit() -> None:
 
 def test_blocks_lie_where_the_whole_has_them() -> None:
     """The sums of ranges that end at blocks' ends, added in order, are bit-equal to the sum of the entire range."""
-    x = torch.randn(8 * BLOCK)
+    x = torch.randn(8 * SQUARES_BLOCK)
     whole, total = squared_sum(x, 0), torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(x), BLOCK):
-        total += squared_sum(x[start : start + BLOCK], start)
+    for start in range(0, len(x), SQUARES_BLOCK):
+        total += squared_sum(x[start : start + SQUARES_BLOCK], start)
     assert torch.equal(total, whole)
 
 

@@ -13,7 +13,7 @@ from llmtrain.offload.states import FileStates
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.plan import direct_file
 from llmtrain.plan.offload import PARTS, Offload
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
 from tests.unit.test_offload import offloaded
@@ -24,10 +24,10 @@ def test_regions_are_striped_evenly(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.mkdir()
-    regions = [ALIGNMENT * pages for pages in (1, 2, 100, 7, 1, 1, 31)]
+    regions = [FILE_ALIGNMENT * pages for pages in (1, 2, 100, 7, 1, 1, 31)]
     file, queue = StripedFile(list(map(str, paths)), regions), DirectQueue()
     assert sum(file.nbytes) == sum(regions)
-    assert max(file.nbytes) - min(file.nbytes) <= ALIGNMENT
+    assert max(file.nbytes) - min(file.nbytes) <= FILE_ALIGNMENT
     kept = []
     for region, nbytes in enumerate(regions):
         values = aligned_bytes(nbytes).random_(0, 256, generator=torch.Generator().manual_seed(region))
@@ -37,9 +37,9 @@ def test_regions_are_striped_evenly(tmp_path: Path) -> None:
         into = aligned_bytes(values.nbytes)
         file.finish(queue, file.start_read(queue, region, into))
         assert torch.equal(into, values)
-        part = aligned_bytes(ALIGNMENT)
-        file.reading(region, values.nbytes - ALIGNMENT, part)()
-        assert torch.equal(part, values[-ALIGNMENT:])
+        part = aligned_bytes(FILE_ALIGNMENT)
+        file.reading(region, values.nbytes - FILE_ALIGNMENT, part)()
+        assert torch.equal(part, values[-FILE_ALIGNMENT:])
     usage = file.usage(queue)
     assert [*usage.read.values()] == [*usage.written.values()] == file.nbytes
     queue.close()
@@ -72,10 +72,10 @@ def folders(tmp_path: Path, count: int) -> tuple[str, ...]:
 
 
 def test_a_region_is_on_its_way_on_all_volumes(in_flight: list[tuple[str, int]], tmp_path: Path) -> None:
-    file = StripedFile(folders(tmp_path, 4), [8 * ALIGNMENT])
-    values = aligned_bytes(8 * ALIGNMENT).random_(0, 256)
+    file = StripedFile(folders(tmp_path, 4), [8 * FILE_ALIGNMENT])
+    values = aligned_bytes(8 * FILE_ALIGNMENT).random_(0, 256)
     file.writing(0, 0, values)()
-    file.reading(0, 0, into := aligned_bytes(8 * ALIGNMENT))()
+    file.reading(0, 0, into := aligned_bytes(8 * FILE_ALIGNMENT))()
     assert torch.equal(into, values)
     kinds = [kind for kind, _ in in_flight]
     assert kinds == [*["write"] * 4, *["finish"] * 4, *["read"] * 4, *["finish"] * 4]
@@ -107,10 +107,10 @@ def test_parts_of_several_buckets_are_on_their_way(in_flight: list[tuple[str, in
 def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a file loses its name as soon as it is open."""
     monkeypatch.setattr("os.O_TMPFILE", 0)
-    file, queue, values = StripedFile([str(tmp_path)], [ALIGNMENT]), DirectQueue(), aligned_bytes(ALIGNMENT)
+    file, queue, values = StripedFile([str(tmp_path)], [FILE_ALIGNMENT]), DirectQueue(), aligned_bytes(FILE_ALIGNMENT)
     assert [*tmp_path.iterdir()] == []
     file.finish(queue, file.start_write(queue, 0, values.fill_(7)))
-    file.reading(0, 0, into := aligned_bytes(ALIGNMENT))()
+    file.reading(0, 0, into := aligned_bytes(FILE_ALIGNMENT))()
     assert torch.equal(into, values)
     queue.close()
     file.close()
@@ -120,14 +120,14 @@ def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytes
 def test_a_file_system_that_reserves_no_space(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files have their size, read as zeros, and take what is written. No byte is written before."""
     monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: code)
-    file, queue = StripedFile([str(tmp_path)], [3 * ALIGNMENT]), DirectQueue()
+    file, queue = StripedFile([str(tmp_path)], [3 * FILE_ALIGNMENT]), DirectQueue()
     status = os.fstat(file._files[0])
-    assert (status.st_size, status.st_blocks) == (3 * ALIGNMENT, 0)
-    file.writing(0, ALIGNMENT, values := aligned_bytes(ALIGNMENT).fill_(7))()
-    file.finish(queue, file.start_read(queue, 0, into := aligned_bytes(3 * ALIGNMENT)))
-    assert torch.equal(into[ALIGNMENT : 2 * ALIGNMENT], values)
-    assert not into[:ALIGNMENT].any()
-    assert not into[2 * ALIGNMENT :].any()
+    assert (status.st_size, status.st_blocks) == (3 * FILE_ALIGNMENT, 0)
+    file.writing(0, FILE_ALIGNMENT, values := aligned_bytes(FILE_ALIGNMENT).fill_(7))()
+    file.finish(queue, file.start_read(queue, 0, into := aligned_bytes(3 * FILE_ALIGNMENT)))
+    assert torch.equal(into[FILE_ALIGNMENT : 2 * FILE_ALIGNMENT], values)
+    assert not into[:FILE_ALIGNMENT].any()
+    assert not into[2 * FILE_ALIGNMENT :].any()
     queue.close()
     file.close()
 
@@ -135,7 +135,7 @@ def test_a_file_system_that_reserves_no_space(code: int, tmp_path: Path, monkeyp
 def test_a_signal_while_space_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = iter((errno.EINTR, 0))
     monkeypatch.setattr(direct_file, "fallocate", lambda file, nbytes: next(codes))
-    StripedFile([str(tmp_path)], [ALIGNMENT]).close()
+    StripedFile([str(tmp_path)], [FILE_ALIGNMENT]).close()
     assert next(codes, None) is None
 
 
@@ -143,8 +143,8 @@ def test_faster_volumes_get_more(tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     (tmp_path / "slow").mkdir()
     paths = [str(tmp_path / "fast"), str(tmp_path / "slow")]
-    file = StripedFile(paths, [ALIGNMENT * pages for pages in (1, 1, 1, 40, 3, 3)], [3.0, 1.0])
-    assert file.nbytes == [37 * ALIGNMENT, 12 * ALIGNMENT]
+    file = StripedFile(paths, [FILE_ALIGNMENT * pages for pages in (1, 1, 1, 40, 3, 3)], [3.0, 1.0])
+    assert file.nbytes == [37 * FILE_ALIGNMENT, 12 * FILE_ALIGNMENT]
     file.close()
 
 
@@ -152,4 +152,4 @@ def test_a_volume_without_room(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"cannot take \d+ bytes: .*"):
         StripedFile([str(tmp_path)], [2**55])
     with pytest.raises(RunFailedError, match="cannot hold offloaded states: No such file or directory"):
-        StripedFile([str(tmp_path / "nowhere")], [ALIGNMENT])
+        StripedFile([str(tmp_path / "nowhere")], [FILE_ALIGNMENT])

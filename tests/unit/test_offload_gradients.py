@@ -11,7 +11,7 @@ from llmtrain.offload.gradient_tiers import FileGradients, GradientTier, HostGra
 from llmtrain.plan.offload import NORM_BLOCK, Bucket
 from llmtrain.plan.program.gradient_buckets import Move, UnitGradients
 from llmtrain.sharding.optimizer_shard import ElementRange
-from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
+from llmtrain_kernels.squared_sum.op import SQUARES_BLOCK, squared_sum
 from torch import Tensor
 
 PASSES = 3
@@ -141,4 +141,4 @@ def test_a_move_that_the_step_does_not_have_raises(tmp_path: Path) -> None:
 
 def test_the_plan_cuts_no_block_of_the_norm() -> None:
     """The plan, which is without torch, has the kernel's number."""
-    assert NORM_BLOCK == BLOCK
+    assert NORM_BLOCK == SQUARES_BLOCK

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from llmtrain.offload.striped_file import StripedFile
 from llmtrain.offload.usage import LinkCount, TierUsage
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT, DirectQueue, aligned_bytes
 
 
 def test_waits_are_told_apart_by_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(tmp_path / name) for name in "ab"]
     for path in paths:
         Path(path).mkdir()
-    file, queue = StripedFile(paths, [8 * ALIGNMENT]), DirectQueue()
-    memory = aligned_bytes(8 * ALIGNMENT)
+    file, queue = StripedFile(paths, [8 * FILE_ALIGNMENT]), DirectQueue()
+    memory = aligned_bytes(8 * FILE_ALIGNMENT)
     # Transfers take half a second on the second volume.
     clock, finish = [0.0], queue.finish
     monkeypatch.setattr("llmtrain.offload.striped_file.time.perf_counter", lambda: clock[0])

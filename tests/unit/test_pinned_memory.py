@@ -27,10 +27,10 @@ from llmtrain.offload.staging import Pinned
 from llmtrain.offload.states import HostStates
 from llmtrain.offload.weight_stores import FileWeights, HostWeights, Volumes
 from llmtrain.plan.activation_offload import ActivationMoves
-from llmtrain.plan.memory.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import SHARD_FILE_BLOCK
 from llmtrain.plan.offload import Bucket
 from llmtrain.plan.program.gradient_buckets import UnitGradients
-from llmtrain_kernels.direct_io.queue import ALIGNMENT
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT
 
 # Elements of more than LARGE bytes, whose number is no power of two.
 NUMEL = LARGE // 4 + 3
@@ -78,7 +78,7 @@ def test_large_memory_is_pinned_as_it_is(cuda: Cuda) -> None:
     memory = host_zeros(NUMEL, torch.float32, pinned=True)
     found = cuda.registered[0]
     assert (found.address, found.nbytes) == (memory.data_ptr(), 4 * NUMEL)
-    assert found.address % ALIGNMENT == 0
+    assert found.address % FILE_ALIGNMENT == 0
     # Its pages are mapped before.
     assert found.resident - before > 0.9 * found.nbytes
     assert memory.shape == (NUMEL,)
@@ -104,15 +104,15 @@ def test_memory_that_cannot_be_pinned_ends_the_run(cuda: Cuda) -> None:
 
 def test_on_a_cpu_nothing_is_pinned(cuda: Cuda) -> None:
     assert not host_zeros(NUMEL, torch.float32, pinned=False).any()
-    assert aligned_host_bytes(LARGE, pinned=False).data_ptr() % ALIGNMENT == 0
+    assert aligned_host_bytes(LARGE, pinned=False).data_ptr() % FILE_ALIGNMENT == 0
     assert not cuda.registered
 
 
 def test_pinned_memory_for_files_begins_at_a_page(cuda: Cuda) -> None:
-    memory = aligned_host_bytes(LARGE + ALIGNMENT, pinned=True)
-    assert memory.data_ptr() % ALIGNMENT == 0
-    assert memory.nbytes == LARGE + ALIGNMENT
-    assert [one.nbytes for one in cuda.registered] == [LARGE + 2 * ALIGNMENT]
+    memory = aligned_host_bytes(LARGE + FILE_ALIGNMENT, pinned=True)
+    assert memory.data_ptr() % FILE_ALIGNMENT == 0
+    assert memory.nbytes == LARGE + FILE_ALIGNMENT
+    assert [one.nbytes for one in cuda.registered] == [LARGE + 2 * FILE_ALIGNMENT]
 
 
 def _copies(folder: Path) -> object:
@@ -133,7 +133,7 @@ def _file_weights(folder: Path) -> object:
     return FileWeights({"a": NUMEL}, torch.float32, True, Volumes((str(folder),), (1.0,)), direct=False)
 
 
-PAGES = -(-4 * NUMEL // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+PAGES = -(-4 * NUMEL // FILE_ALIGNMENT) * FILE_ALIGNMENT + FILE_ALIGNMENT
 MAKERS: dict[str, tuple[Callable[[Path], object], list[int]]] = {
     "states": (lambda folder: HostStates([Bucket("a", 0, NUMEL, 3)], pinned=True), [12 * NUMEL]),
     "gradients": (lambda folder: HostGradients([Bucket("a", 0, NUMEL, 1)], pinned=True), [4 * NUMEL]),
@@ -168,7 +168,7 @@ def test_a_save_in_the_foreground_copies_a_block_at_most(tmp_path: Path, monkeyp
     """Of states on a GPU; `to_host` stands for what copies them."""
     unit = UnitSpec("u", (TensorSpec(name="u.a", parameter="a", shape=(3, 3_000_000), decay=True),))
     values, copied = torch.arange(unit.numel, dtype=torch.float32), list[int]()
-    assert values.nbytes > 2 * BLOCK
+    assert values.nbytes > 2 * SHARD_FILE_BLOCK
 
     def to_host(part: torch.Tensor) -> torch.Tensor:
         copied.append(part.nbytes)
@@ -186,7 +186,7 @@ def test_a_save_in_the_foreground_copies_a_block_at_most(tmp_path: Path, monkeyp
     assert not copied
     assert checkpointer.save(1, [shard], {}, {"recipe": {}, "model": {}}) is None
     assert sum(copied) == values.nbytes
-    assert max(copied) == BLOCK
+    assert max(copied) == SHARD_FILE_BLOCK
     found = StateShard(unit, 0, unit.numel, {"master": torch.zeros(unit.numel)})
     load(tmp_path / "step-00000001", [found], ranks)
     assert torch.equal(found.states["master"], values)

@@ -2,14 +2,14 @@
 
 import pytest
 from llmtrain.cluster.layout import Axis, Layout
-from llmtrain.parallel.pipeline.speed import Rate, stage_speeds_of
+from llmtrain.parallel.pipeline.speed import ComputeRate, stage_speeds_of
 
 PIPELINE = Layout({Axis.PIPELINE: 4, Axis.DATA: 1, Axis.TENSOR: 1})
 GRID = Layout({Axis.DATA: 2, Axis.PIPELINE: 2, Axis.TENSOR: 1})
 
 
-def steady(rates: tuple[float, ...]) -> list[Rate]:
-    return [Rate(rate, rate) for rate in rates]
+def steady(rates: tuple[float, ...]) -> list[ComputeRate]:
+    return [ComputeRate(rate, rate) for rate in rates]
 
 
 @pytest.mark.parametrize("rates", [(7.0, 7.0, 7.0, 7.0), (100.0, 91.0, 95.0, 99.0)])
@@ -37,6 +37,6 @@ def test_a_stage_is_as_fast_as_its_slowest_rank() -> None:
 
 
 def test_a_rank_beside_which_something_else_runs_is_no_measure_of_the_others() -> None:
-    rates = [Rate(100.0, 55.0), Rate(62.0, 50.0), Rate(70.0, 65.0), Rate(90.0, 50.0)]
+    rates = [ComputeRate(100.0, 55.0), ComputeRate(62.0, 50.0), ComputeRate(70.0, 65.0), ComputeRate(90.0, 50.0)]
     assert stage_speeds_of(rates, PIPELINE) is None
-    assert stage_speeds_of([*rates[:3], Rate(40.0, 30.0)], PIPELINE) == (1.0, 1.0, 1.0, 0.4)
+    assert stage_speeds_of([*rates[:3], ComputeRate(40.0, 30.0)], PIPELINE) == (1.0, 1.0, 1.0, 0.4)

@@ -128,7 +128,7 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     allocate = striped_file.aligned_bytes
 
     def counted(count: int) -> torch.Tensor:
-        taken.append(count + striped_file.ALIGNMENT)
+        taken.append(count + striped_file.FILE_ALIGNMENT)
         return allocate(count)
 
     monkeypatch.setattr(striped_file, "aligned_bytes", counted)
@@ -140,7 +140,7 @@ def test_buffers_hold_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.M
     block = 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors)
     assert block < 16 * 2**20
     together = PARTS * max(taken)
-    assert together <= buffer_bytes(plan, role) - block <= together + PARTS * 2 * striped_file.ALIGNMENT
+    assert together <= buffer_bytes(plan, role) - block <= together + PARTS * 2 * striped_file.FILE_ALIGNMENT
     without = make_plan(*described_run("tiny.yaml", ("offload.optimizer=none", "offload.share=0"), 1))
     assert buffer_bytes(without, role) == 0
 

@@ -10,7 +10,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, levels_of, shard_range
 from llmtrain.cluster.tiers import Tier
 from llmtrain.plan.per_rank.states import StateBytes, unit_states
-from llmtrain.plan.placement import ALIGNMENT, Placement
+from llmtrain.plan.placement import UNIT_ALIGNMENT, Placement
 from llmtrain.plan.plan import Quantization
 from llmtrain.plan.traffic import gather_traffic, reduce_traffic
 from llmtrain.sharding.unit import ShardRanges
@@ -70,11 +70,11 @@ def test_every_degree_is_a_span_of_levels() -> None:
 def test_cuts_tile_the_unit_and_lie_in_each_other() -> None:
     for degrees in EVERY:
         levels = levels_of(degrees, TIERS[degrees.ranks])
-        for numel in (1, 1000, ALIGNMENT * degrees.ranks):
+        for numel in (1, 1000, UNIT_ALIGNMENT * degrees.ranks):
             placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
             cuts = [ShardRanges.of(numel, placement, place) for place in range(degrees.ranks)]
             (padded,) = {cut.padded for cut in cuts}
-            assert numel <= padded < numel + degrees.ranks * ALIGNMENT
+            assert numel <= padded < numel + degrees.ranks * UNIT_ALIGNMENT
             for state, degree in (
                 ("weights", degrees.weights),
                 ("gradients", degrees.gradients),
@@ -98,7 +98,7 @@ def test_gathers_land_in_place() -> None:
     unit."""
     for degrees in EVERY:
         levels = levels_of(degrees, TIERS[degrees.ranks])
-        unit = degrees.ranks * ALIGNMENT
+        unit = degrees.ranks * UNIT_ALIGNMENT
         for degree in spans(degrees):
             held = {place: shard_range(levels, place, degree, unit) for place in range(degrees.ranks)}
             for level in reversed([level for level in levels if level.span <= degree]):
@@ -127,7 +127,7 @@ def sent(degrees: Degrees, inner: int, outer: int, numel: int) -> dict[str, int]
 @pytest.mark.parametrize(("ranks", "node"), [(8, 4), (12, 4), (6, 3), (24, 6)])
 def test_hierarchical_gathers_send_what_mics_says(ranks: int, node: int) -> None:
     """MiCS, section 3.3: (p - k) M / p bytes cross into each node, for M bytes over p ranks in nodes of k."""
-    numel = 1000 * ranks * ALIGNMENT
+    numel = 1000 * ranks * UNIT_ALIGNMENT
     size = 2 * numel
     by_tier = sent(Degrees(ranks, ranks, ranks, ranks), 1, ranks, numel)
     inside = {tier.name for tier in TIERS[ranks] if tier.ranks <= node}
@@ -140,7 +140,7 @@ def test_hierarchical_gathers_send_what_mics_says(ranks: int, node: int) -> None
 def test_the_second_hop_sends_half_of_an_all_reduce() -> None:
     degrees = Degrees(8, 2, 4, 8)
     levels = [level for level in levels_of(degrees, TIERS[8]) if 4 < level.span <= 8]
-    shard = 8000 * ALIGNMENT
+    shard = 8000 * UNIT_ALIGNMENT
     second = sum(call.sent for call in reduce_traffic("gradients", levels, shard, (2, 2), None))
     back = sum(call.sent for call in gather_traffic("replicas", levels, shard, 2, None))
     all_reduce = 2 * (2 - 1) * shard * 2 // 2
@@ -150,7 +150,7 @@ def test_the_second_hop_sends_half_of_an_all_reduce() -> None:
 
 def test_bytes_held_are_those_that_cuts_give() -> None:
     for degrees in EVERY:
-        numel = degrees.ranks * ALIGNMENT * 7
+        numel = degrees.ranks * UNIT_ALIGNMENT * 7
         levels = levels_of(degrees, TIERS[degrees.ranks])
         placement = Placement(axes=(Axis.DATA,), degrees=degrees, levels=levels)
         cut = ShardRanges.of(numel, placement, degrees.ranks - 1)

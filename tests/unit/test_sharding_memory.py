@@ -13,7 +13,7 @@ from llmtrain.model.config import GPTConfig
 from llmtrain.model.gpt import GPT
 from llmtrain.model.presets import PRESETS
 from llmtrain.model.tensors import UnitSpec, model_units, parameter_count
-from llmtrain.plan.placement import ALIGNMENT, Placement, alignment
+from llmtrain.plan.placement import UNIT_ALIGNMENT, Placement, alignment
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.hops import Hops
@@ -43,7 +43,7 @@ def test_padding_of_a_published_model(nodes: int) -> None:
     units, psi = model_units(config), parameter_count(config)
     assert psi == pytest.approx(20.6e9, rel=0.01)
     for degrees in (Degrees(ranks, ranks, ranks, ranks), Degrees(ranks, 2, DIES, ranks)):
-        most = len(units) * ALIGNMENT * ranks
+        most = len(units) * UNIT_ALIGNMENT * ranks
         assert most < 3e-5 * psi
         for place in (0, 9, ranks - 1):
             for numel, degree in zip(
@@ -78,7 +78,7 @@ def built(degrees: Degrees, dtype: torch.dtype, int8_weights: bool, int8_seconda
     return Engine(model, units, ShardingSpec(policy), programs_of(units, [whole_model(SMALL)]), lambda calls: None)
 
 
-def padded(ranks: int, shard: int = ALIGNMENT) -> list[int]:
+def padded(ranks: int, shard: int = UNIT_ALIGNMENT) -> list[int]:
     multiple = shard * ranks if ranks > 1 else 1
     return [-(-unit.numel // multiple) * multiple for unit in model_units(SMALL)]
 
@@ -94,7 +94,7 @@ def test_units_take_what_the_tables_say(ranks: int, dtype: torch.dtype) -> None:
     wide, masters = dtype.itemsize, 0 if dtype == torch.float32 else 4
     sizes = padded(ranks)
     psi = sum(sizes)
-    assert psi < parameter_count(SMALL) + len(sizes) * ALIGNMENT * ranks
+    assert psi < parameter_count(SMALL) + len(sizes) * UNIT_ALIGNMENT * ranks
     for degrees in (
         Degrees(ranks), Degrees(ranks, 1, 1, ranks), Degrees(ranks, 1, ranks, ranks),
         Degrees(ranks, ranks, ranks, ranks), Degrees(ranks, ranks, ranks, ranks, DIES), Degrees(ranks, 2, DIES, ranks),

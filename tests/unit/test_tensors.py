@@ -99,7 +99,7 @@ def test_pieces_cover_any_range(sizes: list[int], data: st.DataObject) -> None:
 
 
 def test_initialisation_does_not_depend_on_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmtrain.model.init.BLOCK", 100)
+    monkeypatch.setattr("llmtrain.model.init.RANDOM_BLOCK", 100)
     unit = model_units(TINY)[1]
     whole = torch.empty(unit.numel)
     initialize(unit, 0, unit.numel, 7, whole)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from llmtrain_kernels.quantize.cpu import native_backend
-from llmtrain_kernels.quantize.format import Backend
+from llmtrain_kernels.quantize.format import QuantizeBackend
 from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 from table import machine, table, write_section
@@ -59,7 +59,7 @@ def main() -> None:
         write_section(arguments.write, "quantize", text)
 
 
-def kernels(native: Backend, numel: int) -> Calls:
+def kernels(native: QuantizeBackend, numel: int) -> Calls:
     """Return the calls of every kernel on `numel` fp32 elements."""
     torch.manual_seed(0)
     x, out = torch.randn(1, numel), torch.empty(1, numel)
@@ -78,12 +78,14 @@ def kernels(native: Backend, numel: int) -> Calls:
     return calls
 
 
-def pair(native: Backend, name: str, moved: int, *arguments: object) -> tuple[partial[None], partial[None], int]:
+def pair(
+    native: QuantizeBackend, name: str, moved: int, *arguments: object
+) -> tuple[partial[None], partial[None], int]:
     """Return the calls of both backends, and the bytes that a call moves."""
     return partial(getattr(native, name), *arguments), partial(getattr(REFERENCE, name), *arguments), moved
 
 
-def measure(native: Backend, numel: int, rounds: int) -> dict[str, tuple[float, float, float, float]]:
+def measure(native: QuantizeBackend, numel: int, rounds: int) -> dict[str, tuple[float, float, float, float]]:
     """Return for each kernel: its GB/s, the copy's GB/s, their ratio, and its speed relative to the reference."""
     calls = kernels(native, numel)
     source, target = torch.randn(numel), torch.empty(numel)

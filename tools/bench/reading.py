@@ -56,7 +56,7 @@ def main() -> None:
 
 def report(steps: list[list[str]], sizes: dict[int, tuple[list[str], float]], rounds: int) -> str:
     """Return the markdown report."""
-    most = sizes[checksums.BLOCK][1]
+    most = sizes[checksums.CHECKSUM_BLOCK][1]
     return "\n".join(
         [
             "## Verified reading",
@@ -72,7 +72,8 @@ def report(steps: list[list[str]], sizes: dict[int, tuple[list[str], float]], ro
             "",
             f"One sample of {SEQUENCE + 1} tokens of 2 bytes, by block size, in batches of {TOGETHER}. Warm: the set "
             "is in the page cache. Cold: it is on the disk. Prepared sets have blocks of "
-            f"{checksums.BLOCK // 1024} KiB. Verifying a sample in the page cache takes at most {most * 1e6:.0f} us. "
+            f"{checksums.CHECKSUM_BLOCK // 1024} KiB. Verifying a sample in the page cache takes at most "
+            f"{most * 1e6:.0f} us. "
             f"This is 1% of a step if a rank trains on {0.01 / most * SEQUENCE:,.0f} tokens per second.",
             "",
             table(
@@ -110,7 +111,7 @@ def case_row(case: Case, rounds: int, parent: Path | None) -> list[str]:
 
 def size_row(size: int, prefix: Path, rounds: int) -> tuple[list[str], float]:
     """Return the row of one block size, and the seconds that verifying adds to a warm sample (upper end)."""
-    used, checksums.BLOCK = checksums.BLOCK, size
+    used, checksums.CHECKSUM_BLOCK = checksums.CHECKSUM_BLOCK, size
     try:
         write_checksums(prefix, overwrite=True)
         warm, cold = (
@@ -118,7 +119,7 @@ def size_row(size: int, prefix: Path, rounds: int) -> tuple[list[str], float]:
             for cold in (False, True)
         )
     finally:
-        checksums.BLOCK = used
+        checksums.CHECKSUM_BLOCK = used
     row = [f"{size // 1024} KiB", f"{20e9 / size * 8 / 1e6:.1f} MB"]
     added = [[(verified - plain) / TOGETHER for plain, verified in pairs] for pairs in (warm, cold)]
     for pairs, more in zip((warm, cold), added, strict=True):

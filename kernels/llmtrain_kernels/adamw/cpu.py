@@ -9,7 +9,7 @@ from torch import Tensor
 from llmtrain_kernels.adamw import reference
 from llmtrain_kernels.adamw.step import AdamWStep, factors
 from llmtrain_kernels.native import native_functions, takes_native
-from llmtrain_kernels.squared_sum.op import BLOCK, squared_sum
+from llmtrain_kernels.squared_sum.op import SQUARES_BLOCK, squared_sum
 
 # The most numbers that an instruction processes: 16 with AVX-512, 8 with AVX2, 4 without intrinsics.
 LANES = (16, 8, 4)
@@ -51,7 +51,7 @@ def step(
     else:
         written = weight if weight is not None and takes_native(weight) else None
         divisor = 1.0 if numbers.gradient_divisor is None else float(numbers.gradient_divisor)
-        blocks = -(-(offset % BLOCK + master.numel()) // BLOCK)
+        blocks = -(-(offset % SQUARES_BLOCK + master.numel()) // SQUARES_BLOCK)
         sums = None if squares is None else torch.zeros(blocks, dtype=torch.float64)
         kernel.adamw(
             *(each.data_ptr() for each in (*before, *after)),
@@ -61,8 +61,8 @@ def step(
             divisor,
             *factors(numbers),
             master.numel(),
-            offset % BLOCK,
-            BLOCK,
+            offset % SQUARES_BLOCK,
+            SQUARES_BLOCK,
             lanes,
             threads or torch.get_num_threads(),
         )

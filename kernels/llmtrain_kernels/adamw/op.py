@@ -14,7 +14,7 @@ from llmtrain_kernels.adamw import cpu, reference
 from llmtrain_kernels.adamw.step import AdamWStep
 
 # (master, m, v, gradient, numbers). A backend updates the first three in place and may overwrite the gradient.
-Backend = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
+StepFunction = Callable[[Tensor, Tensor, Tensor, Tensor, AdamWStep], None]
 # (start, end, whether weight decay applies)
 Decay = tuple[int, int, bool]
 
@@ -68,7 +68,7 @@ def _changes(parts: Sequence[Decay]) -> list[int]:
 
 
 def _in_two_passes(
-    backend: Backend, before: cpu.States, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
+    backend: StepFunction, before: cpu.States, gradient: Tensor, numbers: AdamWStep, weight: Tensor | None,
     into: cpu.States | None,
 ) -> None:  # fmt: skip
     after = into or before
@@ -79,7 +79,7 @@ def _in_two_passes(
         weight.copy_(after[0])
 
 
-def _backends() -> dict[str, Backend]:
+def _backends() -> dict[str, StepFunction]:
     return {"reference": reference.step, "torch": _torch, "apex": _apex}
 
 

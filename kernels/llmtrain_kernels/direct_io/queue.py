@@ -14,7 +14,7 @@ from torch import Tensor
 from llmtrain_kernels.native import native_functions, native_reason
 
 # Addresses, offsets and sizes are multiples of this many bytes. Devices ask for 512 or 4096.
-ALIGNMENT = 4096
+FILE_ALIGNMENT = 4096
 # Bytes of a piece of a transfer, and the pieces that are with the kernel at once.
 PIECE, DEPTH = 2**20, 64
 
@@ -23,12 +23,12 @@ Interface = Literal["io_uring", "aio"]
 
 def aligned_bytes(nbytes: int) -> Tensor:
     """Return host memory that a queue can transfer: uint8 `[nbytes]` at a multiple of ALIGNMENT, uninitialized."""
-    return aligned(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8), nbytes)
+    return aligned(torch.empty(nbytes + FILE_ALIGNMENT, dtype=torch.uint8), nbytes)
 
 
 def aligned(memory: Tensor, nbytes: int) -> Tensor:
     """Return `[nbytes]` of `memory`, uint8 `[nbytes + ALIGNMENT]`, that begin at a multiple of ALIGNMENT."""
-    start = -memory.data_ptr() % ALIGNMENT
+    start = -memory.data_ptr() % FILE_ALIGNMENT
     return memory[start : start + nbytes]
 
 
@@ -86,8 +86,10 @@ class DirectQueue:
         self._functions.queue_close(self._queue)
 
     def _start(self, file: int, offset: int, memory: Tensor, kind: str) -> int:
-        if any(number % ALIGNMENT for number in (offset, memory.nbytes, memory.data_ptr())):
-            raise ValueError(f"a transfer of {memory.nbytes} bytes at {offset} is not aligned to {ALIGNMENT} bytes")
+        if any(number % FILE_ALIGNMENT for number in (offset, memory.nbytes, memory.data_ptr())):
+            raise ValueError(
+                f"a transfer of {memory.nbytes} bytes at {offset} is not aligned to {FILE_ALIGNMENT} bytes"
+            )
         self._next += 1
         # The reference keeps the memory until the kernel no longer uses it.
         self._pending[self._next] = memory

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.native import native_functions
-from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, Backend
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, QuantizeBackend
 
 
-def native_backend() -> Backend | None:
+def native_backend() -> QuantizeBackend | None:
     """Return the C++ backend, or None if it cannot be built."""
     functions = native_functions(
         "quantize", quantize="pllplllllll", dequantize="pllpllllll", dequantize_sum="pplllllll"
@@ -29,4 +29,4 @@ def native_backend() -> Backend | None:
     def dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor, accumulate: bool) -> None:
         functions.dequantize_sum(out.data_ptr(), *numbers(packed, len(out), bits, block), accumulate)
 
-    return Backend(quantize, dequantize, dequantize_sum)
+    return QuantizeBackend(quantize, dequantize, dequantize_sum)

@@ -24,7 +24,7 @@ GOLDEN = 0x9E3779B9
 ELEMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the C++ functions take the index in this tuple
 
 
-class Backend(NamedTuple):
+class QuantizeBackend(NamedTuple):
     """The functions of `op.py` for one device. Arguments are already checked. `key`: None rounds to nearest."""
 
     quantize: Callable[[Tensor, int, int, Tensor, int | None], None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmtrain_kernels.quantize.cpu import native_backend
-from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, Backend
+from llmtrain_kernels.quantize.format import ELEMENT_DTYPES, QuantizeBackend
 from llmtrain_kernels.quantize.packed_size import packed_bytes
 from llmtrain_kernels.quantize.reference import REFERENCE
 
@@ -64,11 +64,11 @@ def _check(x: Tensor, bits: int, block: int, packed: Tensor) -> None:
 
 
 @cache
-def _backend(device: str) -> Backend:
+def _backend(device: str) -> QuantizeBackend:
     if device == "cuda" and find_spec("triton"):
         from llmtrain_kernels.quantize import triton_backend
 
-        return Backend(triton_backend.quantize, triton_backend.dequantize, triton_backend.dequantize_sum)
+        return QuantizeBackend(triton_backend.quantize, triton_backend.dequantize, triton_backend.dequantize_sum)
     return (native_backend() if device == "cpu" else None) or REFERENCE
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmtrain_kernels.quantize.format import GOLDEN, SMALLEST, Backend
+from llmtrain_kernels.quantize.format import GOLDEN, SMALLEST, QuantizeBackend
 from llmtrain_kernels.quantize.packed_size import MAX_CODE, WORD
 
 
@@ -44,7 +44,7 @@ def _reference_dequantize_sum(packed: Tensor, bits: int, block: int, out: Tensor
         out += row[0]
 
 
-REFERENCE = Backend(_reference_quantize, _reference_dequantize, _reference_dequantize_sum)
+REFERENCE = QuantizeBackend(_reference_quantize, _reference_dequantize, _reference_dequantize_sum)
 
 
 def _parts(packed: Tensor, numel: int, bits: int, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from llmtrain_kernels.native import native_functions, takes_native
 from llmtrain_kernels.triton_launch import takes_triton
 
 # Each block of this many elements has a partial sum. The total adds the partial sums in order.
-BLOCK = 4096
+SQUARES_BLOCK = 4096
 
 
 def squared_sum(x: Tensor, offset: int) -> Tensor:
@@ -35,15 +35,15 @@ def _sums(x: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
     if takes_triton(x):
         from llmtrain_kernels.squared_sum import triton_backend
 
-        blocks = triton_backend.block_sums(x.contiguous(), offset % BLOCK, BLOCK)
+        blocks = triton_backend.block_sums(x.contiguous(), offset % SQUARES_BLOCK, SQUARES_BLOCK)
         return blocks, blocks.sum()
     kernel = _kernel() if takes_native(x) else None
     if kernel is None:
         return None
     x = x.contiguous()
-    sums = torch.zeros(-(-(offset % BLOCK + x.numel()) // BLOCK), dtype=torch.float64)
+    sums = torch.zeros(-(-(offset % SQUARES_BLOCK + x.numel()) // SQUARES_BLOCK), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    place = (x.numel(), offset % BLOCK, BLOCK, torch.get_num_threads())
+    place = (x.numel(), offset % SQUARES_BLOCK, SQUARES_BLOCK, torch.get_num_threads())
     kernel.squared_sum(x.data_ptr(), x.dtype == torch.bfloat16, sums.data_ptr(), total.data_ptr(), *place)
     return sums, total
 

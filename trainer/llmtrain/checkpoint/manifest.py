@@ -24,7 +24,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig, may_differ
 from llmtrain.model.tensors import model_units
 from llmtrain.plan.collection import without_collection
-from llmtrain.plan.memory.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import SHARD_FILE_BLOCK
 
 MANIFEST, SIDECAR = "manifest.json", "manifest.json.xxh3"
 ITEM = 4
@@ -87,7 +87,7 @@ class Manifest:
     progress: dict[str, JsonValue]
     recipe: dict[str, JsonValue]
     model: dict[str, JsonValue]
-    block: Annotated[int, Field(ge=4096, le=64 * 1024**2, multiple_of=ITEM)] = BLOCK
+    block: Annotated[int, Field(ge=4096, le=64 * 1024**2, multiple_of=ITEM)] = SHARD_FILE_BLOCK
     format: Literal["llmtrain-checkpoint"] = "llmtrain-checkpoint"
     version: Literal[1] = 1
 

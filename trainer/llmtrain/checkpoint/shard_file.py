@@ -10,7 +10,7 @@ from typing import Protocol
 from llmtrain.checkpoint.checksums import digest
 from llmtrain.checkpoint.manifest import FileEntry, StoredRange, TensorEntry
 from llmtrain.checkpoint.safetensors_file import DurableFile, FileTensor, safetensors_header
-from llmtrain.plan.memory.checkpoint_copies import BLOCK
+from llmtrain.plan.memory.checkpoint_copies import SHARD_FILE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[Con
         file.write(header)
         for held, content in zip(ranges, contents, strict=True):
             digests = []
-            for start in range(0, len(content), BLOCK):
-                block = content[start : start + BLOCK]
+            for start in range(0, len(content), SHARD_FILE_BLOCK):
+                block = content[start : start + SHARD_FILE_BLOCK]
                 digests.append(digest(block))
                 file.write(block)
             stored.append(StoredRange(held.start, held.end, path.name, offset, digests))

@@ -15,11 +15,11 @@ from llmtrain.errors import RunFailedError
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and convert checkpoints.")
 
-Source = Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")]
+RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")]
 
 
 @app.command("list")
-def list_(source: Source, as_json: Json = False) -> None:
+def list_(source: RunOrCheckpoint, as_json: Json = False) -> None:
     """List a run's checkpoints, newest first."""
     from llmtrain.checkpoint.describe import list_checkpoints
 
@@ -35,7 +35,7 @@ def list_(source: Source, as_json: Json = False) -> None:
 
 
 @app.command()
-def inspect(source: Source, as_json: Json = False) -> None:
+def inspect(source: RunOrCheckpoint, as_json: Json = False) -> None:
     """Show the content of a checkpoint, or of a run's newest one: step, tokens, files, tensors, recipe."""
     from llmtrain.checkpoint.describe import inspect_checkpoint
 
@@ -61,7 +61,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(source: Source, as_json: Json = False) -> None:
+def verify(source: RunOrCheckpoint, as_json: Json = False) -> None:
     """Compare every byte of every checkpoint to its checksums; exit code 1 if anything is damaged."""
     from llmtrain.checkpoint.describe import existing
 

@@ -160,11 +160,11 @@ def checksum(
 ) -> None:
     """Write PREFIX.checksums for a pair without them. The pair is taken to be undamaged as it is now."""
     from llmtrain_data import units
-    from llmtrain_data.checksums import BLOCK, checksums_path
+    from llmtrain_data.checksums import CHECKSUM_BLOCK, checksums_path
     from llmtrain_data.verify import write_checksums
 
     blocks = write_checksums(prefix, overwrite)
-    say(f"wrote      {checksums_path(prefix)}, {blocks:,} blocks of {units.size(BLOCK)}")
+    say(f"wrote      {checksums_path(prefix)}, {blocks:,} blocks of {units.size(CHECKSUM_BLOCK)}")
 
 
 @app.command()

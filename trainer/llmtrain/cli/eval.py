@@ -10,7 +10,7 @@ from llmtrain_data.waiting import loading
 
 from llmtrain.cli.arguments import DType, Json
 
-SequenceLength = Annotated[
+SampleLength = Annotated[
     int | None,
     typer.Option(
         min=1,
@@ -37,7 +37,7 @@ def eval(
     samples: Annotated[
         int, typer.Option(min=0, help="Sequences to evaluate, of a blend by its weights (0: all, each once).")
     ] = 0,
-    sequence_length: SequenceLength = None,
+    sequence_length: SampleLength = None,
     microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
     dtype: DType = "auto",
     as_json: Json = False,

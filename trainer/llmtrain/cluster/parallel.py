@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain_data.bounds import Ranks
+from llmtrain_data.bounds import RanksOrMore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class ParallelConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    tensor: Ranks = 1
-    pipeline: Ranks = 1
-    data: Ranks | Literal["auto"] = "auto"
+    tensor: RanksOrMore = 1
+    pipeline: RanksOrMore = 1
+    data: RanksOrMore | Literal["auto"] = "auto"
     sequence: bool = False
     order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"

@@ -19,7 +19,7 @@ from llmtrain.comm.pipes import Pipes, connect_pipes
 from llmtrain.plan.per_rank.message_buffers import message_slots
 from llmtrain.plan.program.posted_receives import posting_of
 
-Slots = NDArray[np.uint8]
+SlotBytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Ring:
     `[slots, bytes]`. pipes: carry the numbers of filled slots to the receiver, and of free slots to the sender."""
 
     group: dist.ProcessGroup
-    own: Slots
-    theirs: Slots
+    own: SlotBytes
+    theirs: SlotBytes
     pipes: Pipes
 
 
@@ -189,7 +189,7 @@ class _Incoming:
 class _Receive:
     """A posted receive. left: the part of its memory that the message has not reached yet."""
 
-    def __init__(self, incoming: _Incoming, left: Slots, until: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(self, incoming: _Incoming, left: SlotBytes, until: Callable[[Callable[[], bool]], None]) -> None:
         self._incoming, self.left, self._until = incoming, left, until
         incoming.posted.append(self)
 
@@ -220,7 +220,7 @@ class _Outgoing:
         """Whether no thread waits for free slots."""
         return self._thread is None
 
-    def send(self, values: Slots) -> Request:
+    def send(self, values: SlotBytes) -> Request:
         """Send a message; what does not fit into free slots now follows by itself."""
         with self._changed:
             send = _Send(values, self._changed)
@@ -266,7 +266,7 @@ class _Outgoing:
 class _Send:
     """A send. left: the part of the message that is in no slot yet. lost: whether the receiver has ended."""
 
-    def __init__(self, left: Slots, changed: Condition) -> None:
+    def __init__(self, left: SlotBytes, changed: Condition) -> None:
         self.left, self.lost, self._changed = left, False, changed
 
     def is_completed(self) -> bool:
@@ -279,7 +279,7 @@ class _Send:
             raise _lost()
 
 
-def _bytes(values: Tensor) -> Slots:
+def _bytes(values: Tensor) -> SlotBytes:
     """Return a contiguous tensor's memory as uint8 `[n]`: numpy does not know all dtypes."""
     return values.view(-1).view(torch.uint8).numpy()
 

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 from llmtrain_data import units
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, aligned, aligned_bytes
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT, aligned, aligned_bytes
 from torch import Tensor
 
 from llmtrain.errors import RunFailedError
@@ -35,7 +35,9 @@ def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
 
 def aligned_host_bytes(nbytes: int, pinned: bool) -> Tensor:
     """Return host memory that a `DirectQueue` can transfer: uint8 `[nbytes]`, of any content. See `host_zeros`."""
-    return aligned(host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned), nbytes) if pinned else aligned_bytes(nbytes)
+    return (
+        aligned(host_zeros(nbytes + FILE_ALIGNMENT, torch.uint8, pinned), nbytes) if pinned else aligned_bytes(nbytes)
+    )
 
 
 def _pin(memory: Tensor) -> None:

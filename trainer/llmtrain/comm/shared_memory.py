@@ -14,7 +14,7 @@ from llmtrain.comm.mapped_memory import shared_memory
 from llmtrain.comm.waits import Done, Ticket
 from llmtrain.comm.workspace import Workspace
 
-Slots = Sequence[Tensor]
+SlotTensors = Sequence[Tensor]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SharedMemoryCollectives(Collectives):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        slots: Slots,
+        slots: SlotTensors,
         order: Sequence[int] | None = None,
         workspace: Workspace | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class SharedMemoryCollectives(Collectives):
             oldest.done = True
 
     def _gather(self, parts: Sequence[Tensor]) -> _Round:
-        def read(slots: Slots) -> None:
+        def read(slots: SlotTensors) -> None:
             for rank in self._others:
                 parts[rank].copy_(slots[rank])
 
@@ -128,7 +128,7 @@ class SharedMemoryCollectives(Collectives):
             for rank in self._others:
                 rows[rank].copy_(sent[rank])
 
-        def read(slots: Slots) -> None:
+        def read(slots: SlotTensors) -> None:
             for rank in self._others:
                 received[rank].copy_(slots[rank].view(sent.shape)[self.rank])
 
@@ -143,7 +143,7 @@ class SharedMemoryCollectives(Collectives):
             for rank in self._others if exact else range(self.size):
                 sent[rank].copy_(rows[rank])
 
-        def read(slots: Slots) -> None:
+        def read(slots: SlotTensors) -> None:
             found = [slot.view(wire).view(rows.shape)[self.rank] for slot in slots]
             if exact:
                 found[self.rank] = rows[self.rank]
@@ -159,7 +159,7 @@ class SharedMemoryCollectives(Collectives):
             lambda slots: add_in_order([slot.view(x.dtype) for slot in slots], x),
         )
 
-    def _start(self, nbytes: int, write: Callable[[Tensor], object], read: Callable[[Slots], object]) -> _Round:
+    def _start(self, nbytes: int, write: Callable[[Tensor], object], read: Callable[[SlotTensors], object]) -> _Round:
         """Start a round. write: called with the first `nbytes` of this rank's slot, which it fills. read: called with
         those of all ranks' slots, by rank."""
         count = len(self._slots[self.rank])

@@ -23,7 +23,7 @@ from llmtrain.launch.measure.result import check_writable, write_cluster
 from llmtrain.plan.resolve.offload_check import SpaceNeeded, volume_problem
 
 if TYPE_CHECKING:
-    from llmtrain.launch.measure.volume_rates import Bound
+    from llmtrain.launch.measure.volume_rates import SocketBinding
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _measured(paths: Sequence[str], seconds: float) -> MemoryFound:
     return MemoryFound(copies, stepped, volumes, sockets)
 
 
-def _sockets(path: str, cores: Cores, usable: frozenset[int]) -> Iterator["Bound"]:
+def _sockets(path: str, cores: Cores, usable: frozenset[int]) -> Iterator["SocketBinding"]:
     """Yield the sockets from which a volume is measured; none where there is one, or where its own is not known."""
     own = volume_socket(path, cores)
     others = [number for number, held in cores.items() if number != own and held & usable]

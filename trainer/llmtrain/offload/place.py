@@ -52,7 +52,7 @@ class OffloadStores:
             one.close()
 
 
-Shares = Callable[[str, ShardedUnit], list[tuple[int, int, float]]]
+SharesOf = Callable[[str, ShardedUnit], list[tuple[int, int, float]]]
 
 
 class Moving(Protocol):
@@ -94,7 +94,7 @@ def _open_gradients(plan: Plan, ranks: Ranks, programs: Programs) -> GradientTie
 
 
 def offloaded_gradients(
-    plan: Plan, ranks: Ranks, offloaded: OffloadStores, units: Sequence[ShardedUnit], shares: Shares
+    plan: Plan, ranks: Ranks, offloaded: OffloadStores, units: Sequence[ShardedUnit], shares: SharesOf
 ) -> OffloadedGradients | None:
     """Return where sums of gradients rest that are not on the device. shares: the ranges of each unit whose squared
     norms are asked for."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
-from llmtrain_kernels.direct_io.queue import ALIGNMENT, DirectQueue, aligned_bytes
+from llmtrain_kernels.direct_io.queue import FILE_ALIGNMENT, DirectQueue, aligned_bytes
 from torch import Tensor
 
 from llmtrain.errors import RESUMES, RunFailedError
@@ -83,7 +83,7 @@ class StripedFile:
         """Start to read elements `[start, end)` of the array at byte `base` of a region, a multiple of ALIGNMENT.
         Return what waits for them and returns a copy, `[end - start]`. Any thread may call both."""
         size = dtype.itemsize
-        first, last = start * size // ALIGNMENT * ALIGNMENT, -(-end * size // ALIGNMENT) * ALIGNMENT
+        first, last = start * size // FILE_ALIGNMENT * FILE_ALIGNMENT, -(-end * size // FILE_ALIGNMENT) * FILE_ALIGNMENT
         into = aligned_bytes(last - first)
         wait = self.reading(region, base + first, into)
 

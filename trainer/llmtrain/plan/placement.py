@@ -8,7 +8,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.levels import Degrees, Level
 
 # A shard begins at a multiple of this many elements: aligned for every kernel, and even, as INT4 packs two in a byte.
-ALIGNMENT = 32
+UNIT_ALIGNMENT = 32
 
 # Bytes of a page of memory. Files are read and written past the page cache at its multiples.
 PAGE = 4096
@@ -45,7 +45,7 @@ class Placement:
     gradients: Literal["fp32", "compute"] = "fp32"
     reduce: Literal["fp32", "compute"] = "compute"
     backend: OptimizerBackend = "torch"
-    alignment: int = ALIGNMENT
+    alignment: int = UNIT_ALIGNMENT
     weights_on: MemoryTier = "device"
     gradients_on: MemoryTier = "device"
     optimizer_on: MemoryTier = "device"
@@ -86,4 +86,4 @@ class Placement:
 def alignment(block: int) -> int:
     """Return the alignment of shards that are quantized in blocks of `block` elements (0: not quantized). No block is
     then in two shards."""
-    return lcm(ALIGNMENT, block) if block else ALIGNMENT
+    return lcm(UNIT_ALIGNMENT, block) if block else UNIT_ALIGNMENT

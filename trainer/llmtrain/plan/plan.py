@@ -97,7 +97,7 @@ class Pipeline:
         return tuple(layout.recompute for layout in sorted(layouts, key=lambda layout: layout.stage))
 
 
-Attention = Literal["flash", "efficient", "math"]
+AttentionBackend = Literal["flash", "efficient", "math"]
 """Kernels of attention. flash: keeps a normalizer of each query; flash-attn's, torch's or our own. efficient: torch's
 memory-efficient kernel, which pads the normalizers. math: separate operations, which keep the attention weights."""
 
@@ -115,7 +115,7 @@ class Kernels:
     whether a product of 16 bits adds to a sum in fp32 by itself.
     """
 
-    attention: Attention
+    attention: AttentionBackend
     head_multiple: int
     query_multiple: int
     seeds: int

@@ -33,7 +33,7 @@ class Traffic:
 
 
 # Counts the collectives that are started together.
-Count = Callable[[Iterable[Traffic]], None]
+CountTraffic = Callable[[Iterable[Traffic]], None]
 
 
 def gather_traffic(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain_data.bounds import Batch, Factor, Layers
+from llmtrain_data.bounds import BatchSize, Factor, Layers
 
 ScheduleName = Literal[
     "gpipe", "1f1b", "interleaved", "breadth-first", "zero-bubble", "zero-bubble-v", "message-driven"
@@ -34,7 +34,7 @@ class PipelineConfig:
     split: Literal["uniform", "balanced", "auto"] | tuple[Layers, ...] = "auto"
     alpha: Factor = 1.0
     transport: Literal["torch", "mpi"] = "torch"
-    limit: Batch | Literal["auto"] = "auto"
+    limit: BatchSize | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if not self.split:

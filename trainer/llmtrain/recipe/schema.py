@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from llmtrain_data.bounds import Batch, Layers, Seconds, Seed, Steps, StepsOrNever
+from llmtrain_data.bounds import BatchSize, Layers, Seconds, Seed, Steps, StepsOrNever
 from llmtrain_data.config import DataConfig
 from llmtrain_kernels.attention.choice import Kernel
 
@@ -42,8 +42,8 @@ class TrainConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     steps: Steps = 1000
-    global_batch: Batch = 8
-    microbatch: Batch | Literal["auto"] = "auto"
+    global_batch: BatchSize = 8
+    microbatch: BatchSize | Literal["auto"] = "auto"
     attention: Kernel | Literal["auto"] = "auto"
     eval_every: StepsOrNever = 100
     eval_batches: Steps = 8

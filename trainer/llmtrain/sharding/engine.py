@@ -14,7 +14,7 @@ from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program
 from llmtrain.plan.program.workspaces import InFlightBuffers
-from llmtrain.plan.traffic import Count
+from llmtrain.plan.traffic import CountTraffic
 from llmtrain.sharding.gradient_sums import Received, Take
 from llmtrain.sharding.gradients import GradientPolicy, GradientReducer, ignore
 from llmtrain.sharding.in_flight import InFlight
@@ -49,7 +49,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[ShardedUnit], sharding: ShardingSpec, programs: Programs, count: Count
+        self,
+        model: nn.Module,
+        units: Sequence[ShardedUnit],
+        sharding: ShardingSpec,
+        programs: Programs,
+        count: CountTraffic,
     ) -> None:
         self.units, self._programs = {unit.spec.name: unit for unit in units}, programs
         self._hops = {id(unit.hops): unit.hops for unit in units}.values()

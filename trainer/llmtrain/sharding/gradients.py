@@ -16,7 +16,7 @@ from llmtrain.comm.device import to_device
 from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.program.instructions import Pass, Reduce
-from llmtrain.plan.traffic import Count
+from llmtrain.plan.traffic import CountTraffic
 from llmtrain.sharding.buffer_pool import views_overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.gradient_reduction import (
@@ -49,7 +49,7 @@ class GradientReducer:
 
     def __init__(
         self, units: Mapping[str, ShardedUnit], policy: GradientPolicy, replica_groups: ReplicaGroups,
-        in_flight: InFlight, count: Count, complete: Callable[[str], None],
+        in_flight: InFlight, count: CountTraffic, complete: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._units, self.replica_groups, self._offloaded = units, replica_groups, policy.offloaded
         self._count, self._complete = count, complete

@@ -8,7 +8,7 @@ from llmtrain.comm.stream import Job
 from llmtrain.comm.waits import AllOf, Done, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER
-from llmtrain.plan.traffic import Count, Traffic, gather_traffic
+from llmtrain.plan.traffic import CountTraffic, Traffic, gather_traffic
 from llmtrain.sharding.collectives import HopStep, Packing, all_gather
 from llmtrain.sharding.in_flight import InFlight
 from llmtrain.sharding.offloaded_weights import OffloadedWeights
@@ -18,7 +18,7 @@ from llmtrain.sharding.unit import ShardedUnit
 
 
 @dataclass(frozen=True)
-class Part:
+class UpdatePart:
     """A part of a unit's update. steps: those of it, which follow those of the part before. traffic: their
     collectives. before: returns a job before the first step of the first part; None if there is none."""
 
@@ -27,7 +27,7 @@ class Part:
     before: Callable[[], Job] | None = None
 
 
-def gather_part(unit: ShardedUnit, packing: Packing | None) -> Part:
+def gather_part(unit: ShardedUnit, packing: Packing | None) -> UpdatePart:
     """Return what gathers weights, as they were rounded when they were stepped, or packed from these."""
     hops = unit.hops.gather(unit.degrees.weights, unit.degrees.optimizer)
 
@@ -36,23 +36,23 @@ def gather_part(unit: ShardedUnit, packing: Packing | None) -> Part:
             return all_gather(unit.weight, hops)
         return all_gather_packed(unit.weight, unit.owned_weight, hops, packing, workspace)
 
-    return Part(steps, lambda: gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
+    return UpdatePart(steps, lambda: gather_traffic("update", hops, unit.weight.numel(), unit.weight.itemsize, packing))
 
 
-def replicas_part(unit: ShardedUnit, replicated: ReplicatedParameters) -> Part:
+def replicas_part(unit: ShardedUnit, replicated: ReplicatedParameters) -> UpdatePart:
     """Return what updates TP-replicated parameters, which must not be packed."""
     hops = unit.hops.gather(1, unit.degrees.optimizer)
-    return Part(lambda workspace: replicated.steps(hops), lambda: replicated.traffic(hops), replicated.taking)
+    return UpdatePart(lambda workspace: replicated.steps(hops), lambda: replicated.traffic(hops), replicated.taking)
 
 
-def store_part(unit: ShardedUnit, offloaded: OffloadedWeights) -> Part:
+def store_part(unit: ShardedUnit, offloaded: OffloadedWeights) -> UpdatePart:
     """Return what stores the weights that the device has where their shard rests."""
 
     def steps(workspace: Workspace) -> list[HopStep]:
         weight = unit.weight
         return [HopStep(offloaded.writes, lambda: offloaded.store.store(unit.spec.name, weight))]
 
-    return Part(steps, list)
+    return UpdatePart(steps, list)
 
 
 class Update(Protocol):
@@ -84,13 +84,13 @@ class Sending:
     packing: Packing | None
     replicated: Mapping[str, ReplicatedParameters]
     in_flight: InFlight
-    count: Count
+    count: CountTraffic
 
 
 class WeightUpdate:
     """Sends what a step has written. See Update."""
 
-    def __init__(self, parts: Sequence[Part], late: bool, sending: Sending) -> None:
+    def __init__(self, parts: Sequence[UpdatePart], late: bool, sending: Sending) -> None:
         self.late, self._parts, self._sending = late, parts, sending
 
     def start(self, stepped: Ticket) -> Ticket:
@@ -119,10 +119,10 @@ class UpdateAtRest(WeightUpdate):
         return AllOf([stepped, self._send(Done())])
 
 
-def new_update(unit: ShardedUnit, sending: Sending, stores: Sequence[Part] = ()) -> Update:
+def new_update(unit: ShardedUnit, sending: Sending, stores: Sequence[UpdatePart] = ()) -> Update:
     """Return the update of a unit. stores: what stores its weights after they are sent, if anything."""
     packing, replicated = sending.packing, sending.replicated
-    parts: list[Part] = []
+    parts: list[UpdatePart] = []
     if unit.hops.gather(unit.degrees.weights, unit.degrees.optimizer):
         parts.append(gather_part(unit, packing))
     if unit.spec.name in replicated:

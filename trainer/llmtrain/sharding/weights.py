@@ -10,7 +10,7 @@ from llmtrain.comm.waits import Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.plan.per_rank.states import updates_apart
 from llmtrain.plan.program.instructions import Drop, Gather
-from llmtrain.plan.traffic import Count
+from llmtrain.plan.traffic import CountTraffic
 from llmtrain.sharding.buffer_pool import views_overlap
 from llmtrain.sharding.collectives import HopStep, Packing
 from llmtrain.sharding.in_flight import InFlight
@@ -48,7 +48,12 @@ class GatheredWeights:
     """Gathers the weights of units into a buffer pool, and updates the shards after an optimizer step."""
 
     def __init__(
-        self, units: Mapping[str, ShardedUnit], policy: WeightPolicy, elements: int, in_flight: InFlight, count: Count
+        self,
+        units: Mapping[str, ShardedUnit],
+        policy: WeightPolicy,
+        elements: int,
+        in_flight: InFlight,
+        count: CountTraffic,
     ) -> None:
         """elements: size of the buffer pool."""
         self._units, self._policy, self._count = units, policy, count

@@ -17,7 +17,7 @@ from llmtrain.training.run_folder import measured_on_gpu
 
 WARM_UP, REPEATS = 3, 10
 
-Seconds = Callable[[Kernel], float]
+TimeKernel = Callable[[Kernel], float]
 """Returns the seconds of forward and backward passes with a kernel. Raises RuntimeError or ImportError where the kernel
 does not run."""
 
@@ -39,7 +39,7 @@ def take_planned(plan: Plan) -> None:
         take_kernel(plan.training.attention)
 
 
-def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Seconds) -> tuple[Kernel, list[str]]:
+def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: TimeKernel) -> tuple[Kernel, list[str]]:
     """Return the kernel that the run's record names, or else the quickest on the main rank; and sentences about it. The
     same kernel on all ranks. Collective."""
     kernel, said = "", list[str]()
@@ -61,7 +61,7 @@ def _candidates(plan: Plan, ranks: Ranks) -> list[Kernel]:
     return [kernel for kernel, everywhere in zip(suited, zip(*installed, strict=True), strict=True) if all(everywhere)]
 
 
-def _time(kernel: Kernel, seconds: Seconds) -> float:
+def _time(kernel: Kernel, seconds: TimeKernel) -> float:
     try:
         return seconds(kernel)
     except (RuntimeError, ImportError):

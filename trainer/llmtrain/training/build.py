@@ -33,7 +33,7 @@ from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.pools import GroupName, Pools
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.stored import stored_offsets
-from llmtrain.plan.traffic import Count
+from llmtrain.plan.traffic import CountTraffic
 from llmtrain.sharding.collectives import Packing
 from llmtrain.sharding.engine import Engine, ShardingSpec
 from llmtrain.sharding.gradients import GradientPolicy
@@ -81,7 +81,7 @@ class Assembly:
             self.activations.close()
 
 
-def build(plan: Plan, ranks: Ranks, count: Count) -> Assembly:
+def build(plan: Plan, ranks: Ranks, count: CountTraffic) -> Assembly:
     """Return this rank's part of a plan's model. count: called with every collective. Collective."""
     plan = for_rank(plan, ranks.rank)
     schedule, stage_layouts = plan.pipeline.schedule, plan.stages_of(ranks.rank)
@@ -148,7 +148,7 @@ def _compile(model: GPT) -> None:
         block.forward = torch.compile(block.forward, dynamic=False)
 
 
-def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: Count) -> TensorMesh:
+def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: CountTraffic) -> TensorMesh:
     """Connect this rank with the other ranks of its tensor-parallel group. Collective."""
     layout = ranks.layout
     degree = layout.degree(Axis.TENSOR)

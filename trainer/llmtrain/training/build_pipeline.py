@@ -27,7 +27,7 @@ from llmtrain.plan.collective_buffers import MESSAGE_CTAS
 from llmtrain.plan.per_rank.message_buffers import messages_ahead
 from llmtrain.plan.per_rank.rank_activations import boundary_bytes, rank_moves
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.traffic import Count, Traffic
+from llmtrain.plan.traffic import CountTraffic, Traffic
 from llmtrain.sharding.engine import Engine
 
 
@@ -48,7 +48,7 @@ def build_executor(
     engine: Engine,
     weight_gradients: WeightGradientQueue,
     activations: OffloadedActivations | None,
-    count: Count,
+    count: CountTraffic,
 ) -> Executor:
     """Return the executor of the stages that this rank holds in `model`. Collective."""
     blank = None if activations is None else torch.empty(1, dtype=DTYPES[plan.compute], device=ranks.device)
@@ -60,7 +60,7 @@ def build_executor(
     return Executor(stages, plan.pipeline.schedule, order, links, engine, weight_gradients)
 
 
-def _links(plan: Plan, ranks: Ranks, count: Count) -> StageLinks:
+def _links(plan: Plan, ranks: Ranks, count: CountTraffic) -> StageLinks:
     """Connect this rank to the stages before and after its own. Collective."""
     schedule, line = plan.pipeline.schedule, ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
 

@@ -22,7 +22,7 @@ WARM_UP, REPEATS = 3, 10
 # passes are faster is then measured.
 BUSY = 0.5
 
-Passes = Callable[[Tensor], Tensor]
+ForwardBackward = Callable[[Tensor], Tensor]
 
 
 class Timed(NamedTuple):
@@ -53,7 +53,9 @@ def compiles(plan: Plan, ranks: Ranks) -> tuple[bool, list[str]]:
     return ranks.from_main("compile", chosen) == str(True), said
 
 
-def measure(passes: Passes, inputs: Sequence[Tensor], moving: Callable[[], object] = lambda: None) -> tuple[bool, str]:
+def measure(
+    passes: ForwardBackward, inputs: Sequence[Tensor], moving: Callable[[], object] = lambda: None
+) -> tuple[bool, str]:
     """Return whether passes of a block are faster if they are compiled, and a sentence about it. They are compiled only
     if the host launches them for half of the time that they take, or longer. inputs: the block's input, and its
     parameters. moving: called between the parts."""
@@ -81,7 +83,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _passes(plan: Plan, device: torch.device) -> tuple[Passes, list[Tensor]]:
+def _passes(plan: Plan, device: torch.device) -> tuple[ForwardBackward, list[Tensor]]:
     """Return the forward pass of one of the plan's blocks, and an input with the block's parameters."""
     model, dtype = plan.model, DTYPES[plan.compute]
     # A generator of its own: a run with a measurement must draw the same numbers as one without.
@@ -97,7 +99,7 @@ def _passes(plan: Plan, device: torch.device) -> tuple[Passes, list[Tensor]]:
     return lambda values: forward(values, rotary), [x, *block.parameters()]
 
 
-def _timed(passes: Passes, inputs: Sequence[Tensor]) -> Timed:
+def _timed(passes: ForwardBackward, inputs: Sequence[Tensor]) -> Timed:
     """Time passes. Random numbers that dropout draws are given back."""
     begin, x = 0.0, inputs[0]
     with torch.random.fork_rng(own_generators(x.device)):

@@ -24,7 +24,7 @@ from llmtrain.optim.loss_scale import LossScale
 from llmtrain.parallel.pipeline.executor import Executor
 from llmtrain.plan.cost.lane_times import volume_paths
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.traffic import Count, Traffic
+from llmtrain.plan.traffic import CountTraffic, Traffic
 from llmtrain.sharding.engine import Engine
 from llmtrain.telemetry.about import RunInfo
 from llmtrain.telemetry.counters import CounterSource, HostLink, VolumeCounters
@@ -38,7 +38,7 @@ from llmtrain.training.run_folder import lock_folder
 from llmtrain.training.saved_progress import Progress
 
 # The C++ kernels that a run calls; the first run on a machine builds them.
-KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared_sum")
+CPU_KERNELS = ("activation", "adamw", "attention", "cross_entropy", "norm", "squared_sum")
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
     with lock_folder(folder, ranks, stop) as lock:
         if plan.device == "cpu":
             ranks.activity.begin("building C++ kernels for this processor")
-            native_reason(KERNELS)
+            native_reason(CPU_KERNELS)
         ranks.activity.begin("building the model")
         comm = CommMeter()
         parts = build(plan, ranks, _counter(comm, ranks))
@@ -147,7 +147,7 @@ def _offload_links(
     return found
 
 
-def _counter(comm: CommMeter, ranks: Ranks) -> Count:
+def _counter(comm: CommMeter, ranks: Ranks) -> CountTraffic:
     """Return what counts collectives, and records the last one as this rank's activity."""
 
     def count(calls: Iterable[Traffic]) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from llmtrain.cluster.description import Cluster, Nic
 from llmtrain.cluster.nic import card_of
 
-Groups = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 # same: ranks on the CPU socket of their card or of each other. cross: ranks on another socket.
 Sockets = Literal["same", "cross"]
 
@@ -24,7 +24,7 @@ class Link:
     """
 
     tier: str
-    groups: Groups
+    groups: RankGroups
     cluster: int | None = None
     card: int | None = None
     sharing: int = 1

@@ -21,7 +21,7 @@ from llmtrain.errors import RunFailedError
 from llmtrain.launch.measure.links import Link
 from llmtrain.launch.measure.result import OPERATIONS, Measured, Timing
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 # Bytes of a rank's message: it quadruples until one takes LONG seconds.
 SMALLEST, LARGEST_ON_CPU, LARGEST_ON_CUDA = 2**10, 2**24, 2**28
@@ -118,7 +118,7 @@ class _LinkTimer:
         # On a very fast link the times of these sizes do not differ.
         return 1 / slope if slope > 0 else largest.size / largest.seconds
 
-    def _call(self, operation: str, size: int) -> tuple[Call | None, int]:
+    def _call(self, operation: str, size: int) -> tuple[TimedCall | None, int]:
         """Return a call of the operation, None on ranks that take no part, and the elements of its larger buffer."""
         members = len(self._link.groups[0])
         numel = -(-size // 4 // members) * members
@@ -128,7 +128,7 @@ class _LinkTimer:
             return None, numel
         full, shard = self._buffers(numel, numel // members)
         other, group = (self._buffers(numel)[0] if operation == "all-to-all" else full), self._group
-        calls: dict[str, Call] = {
+        calls: dict[str, TimedCall] = {
             "all-reduce": lambda: dist.all_reduce(full, group=group),
             "all-gather": lambda: ALL_GATHER(full, shard, group=group),
             "reduce-scatter": lambda: REDUCE_SCATTER(shard, full, group=group),
@@ -136,7 +136,7 @@ class _LinkTimer:
         }
         return calls[operation], numel
 
-    def _exchange(self, size: int) -> Call | None:
+    def _exchange(self, size: int) -> TimedCall | None:
         """Return a call that sends `size` bytes to the next rank of the group and receives as many from the previous
         one."""
         if not self._members:
@@ -160,7 +160,7 @@ class _LinkTimer:
         # Sums of zeros stay zero, however often they repeat.
         return [torch.zeros(numel, device=self._ranks.device) for numel in numels]
 
-    def _repeated(self, call: Call | None, before: Call | None = None) -> list[float]:
+    def _repeated(self, call: TimedCall | None, before: TimedCall | None = None) -> list[float]:
         """Return the times of a call; for a short call, each is the mean of several in a row.
 
         before: a call that makes all participants start together; None: the call itself if it is short, else a small
@@ -175,7 +175,7 @@ class _LinkTimer:
     def _touch(self) -> None:
         dist.all_reduce(self._touched, group=self._group)
 
-    def _seconds(self, call: Call | None, times: int, before: Call | None) -> float:
+    def _seconds(self, call: TimedCall | None, times: int, before: TimedCall | None) -> float:
         """Return the mean seconds of `times` calls in a row on the slowest rank. Collective.
 
         before: a call that runs first and makes the participants start together.

@@ -25,7 +25,7 @@ _AHEAD = 4
 _LEAST_SECONDS = 0.1
 
 
-Bound = tuple[Literal["near", "far"], AbstractContextManager[None]]
+SocketBinding = tuple[Literal["near", "far"], AbstractContextManager[None]]
 """A socket, as a volume sees it, and what binds this process to it."""
 
 
@@ -46,7 +46,7 @@ class Volume:
 
 
 def measure_volumes(
-    paths: Sequence[str], seconds: float, sockets: Callable[[str], Sequence[Bound]]
+    paths: Sequence[str], seconds: float, sockets: Callable[[str], Sequence[SocketBinding]]
 ) -> Iterator[VolumeRate]:
     """Yield the rates of each volume, and of all together. seconds: time for all measurements. sockets: returns the
     sockets from which a volume is measured; none where there is only one. Raises RunFailedError."""

@@ -31,7 +31,7 @@ class MatmulShape:
 
 
 @dataclass(frozen=True)
-class Rate:
+class ComputeRate:
     """Products that a rank computes per second. best: in the fastest of all windows of time. usual: the median of the
     windows, which is lower if other programs run on the machine."""
 
@@ -47,21 +47,21 @@ def measured_speeds(work: MatmulShape, ranks: Ranks) -> tuple[float, ...] | None
     own, values = _rate(work, ranks.device), [0.0] * (2 * ranks.layout.world)
     values[2 * ranks.rank : 2 * ranks.rank + 2] = [own.best, own.usual]
     values = ranks.sum_all(values)
-    rates = [Rate(best, usual) for best, usual in zip(values[::2], values[1::2], strict=True)]
+    rates = [ComputeRate(best, usual) for best, usual in zip(values[::2], values[1::2], strict=True)]
     return stage_speeds_of(rates, ranks.layout)
 
 
-def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] | None:
+def stage_speeds_of(rates: Sequence[ComputeRate], layout: Layout) -> tuple[float, ...] | None:
     """Return the speed of each pipeline rank relative to the fastest, from every rank's rate; None if all are equal.
 
     A pipeline rank is as fast as the slowest of its replicas. If its best rate is close to the median rate of a faster
     pipeline rank, the two count as equal.
     """
-    slowest = [Rate(inf, inf)] * layout.degree(Axis.PIPELINE)
+    slowest = [ComputeRate(inf, inf)] * layout.degree(Axis.PIPELINE)
     for rank, rate in enumerate(rates):
         stage = layout.coordinate(rank, Axis.PIPELINE)
-        slowest[stage] = Rate(min(slowest[stage].best, rate.best), min(slowest[stage].usual, rate.usual))
-    speeds, level = [1.0] * len(slowest), Rate(inf, inf)
+        slowest[stage] = ComputeRate(min(slowest[stage].best, rate.best), min(slowest[stage].usual, rate.usual))
+    speeds, level = [1.0] * len(slowest), ComputeRate(inf, inf)
     for stage in sorted(range(len(slowest)), key=lambda stage: -slowest[stage].best):
         if level.best == inf or slowest[stage].best < level.usual * (1 - TOLERANCE):
             level = slowest[stage]
@@ -69,7 +69,7 @@ def stage_speeds_of(rates: Sequence[Rate], layout: Layout) -> tuple[float, ...] 
     return tuple(speeds) if min(speeds) < 1 else None
 
 
-def _rate(work: MatmulShape, device: torch.device) -> Rate:
+def _rate(work: MatmulShape, device: torch.device) -> ComputeRate:
     """Return how often per second this rank computes the products of one matrix in a forward and a backward pass."""
     inputs = torch.randn(min(work.rows, MOST_ROWS), work.hidden, dtype=work.dtype, device=device)
     weights = torch.randn(work.hidden, work.ffn, dtype=work.dtype, device=device)
@@ -83,4 +83,4 @@ def _rate(work: MatmulShape, device: torch.device) -> Rate:
             synchronize(device)
             count, taken = count + 1, time.perf_counter() - begin
         rates.append(count / taken)
-    return Rate(max(rates), median(rates))
+    return ComputeRate(max(rates), median(rates))

@@ -8,13 +8,13 @@ from torch import Tensor
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.waits import Ticket
-from llmtrain.plan.traffic import Count, Traffic
+from llmtrain.plan.traffic import CountTraffic, Traffic
 
 CountCollective = Callable[[str, int, int], None]
 """Takes each collective's operation, the bytes of the full tensor, and the bytes that this rank sends."""
 
 
-def count_as_tensor(count: Count, tier: str) -> CountCollective:
+def count_as_tensor(count: CountTraffic, tier: str) -> CountCollective:
     """Return a function that reports collectives to `count` as tensor-parallel traffic over the links of `tier`."""
     return lambda op, size, sent: count([Traffic("tensor", op, tier, size, sent, packed=False)])
 

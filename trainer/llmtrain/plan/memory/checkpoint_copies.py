@@ -12,7 +12,7 @@ from llmtrain.plan.plan import Plan
 STATE_BYTES = 12
 """Masters and two moments of an element, fp32."""
 
-BLOCK = 16 * 1024**2
+SHARD_FILE_BLOCK = 16 * 1024**2
 """Bytes of a range that a checkpoint reads and writes at the same time."""
 
 
@@ -47,6 +47,6 @@ def buffer_bytes(plan: Plan, role: Role) -> int:
     offload = plan.sharding.offload
     if not offload.share and (plan.device == "cpu" or plan.checkpoint.asynchronous):
         return 0
-    block = min(BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
+    block = min(SHARD_FILE_BLOCK, 4 * max(tensor.numel for unit in role.units for tensor in unit.tensors))
     parts = min(block, PARTS * 4 * offload.bucket) + PARTS * 3 * PAGE if offload.share and offload.tier == "nvme" else 0
     return block + parts

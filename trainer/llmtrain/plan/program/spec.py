@@ -9,7 +9,7 @@ from llmtrain.plan.per_rank.offloaded_weights import stored_elements
 from llmtrain.plan.per_rank.rank_units import rank_units
 from llmtrain.plan.pipeline.actions import Action, Kind, Schedule
 from llmtrain.plan.pipeline.stage_layout import StageLayout
-from llmtrain.plan.placement import ALIGNMENT, PAGE, Placement
+from llmtrain.plan.placement import PAGE, UNIT_ALIGNMENT, Placement
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.instructions import BackwardPass, ReplicaSum
 from llmtrain.plan.program.replica_sums import final_sums, partial_elements
@@ -102,7 +102,7 @@ def _granule(placements: Iterable[Placement], compute_bytes: int) -> int:
     read without a copy."""
     page = PAGE // compute_bytes
     in_files = [placement for placement in placements if placement.weights_on == "nvme"]
-    return page if in_files and all(placement.alignment % page == 0 for placement in in_files) else ALIGNMENT
+    return page if in_files and all(placement.alignment % page == 0 for placement in in_files) else UNIT_ALIGNMENT
 
 
 def _actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:

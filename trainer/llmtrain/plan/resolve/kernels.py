@@ -4,7 +4,7 @@ from llmtrain_kernels.attention.choice import FLASH_CHANNELS
 
 from llmtrain.model.config import GPTConfig
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.plan import COMPUTE_BYTES, Attention, Compute, Kernels
+from llmtrain.plan.plan import COMPUTE_BYTES, AttentionBackend, Compute, Kernels
 
 # Bytes of the state of torch's random generator for CPUs.
 CPU_GENERATOR = 5056
@@ -19,7 +19,7 @@ def kernels_of(facts: Facts, model: GPTConfig, compute: Compute, deterministic: 
 
 def _on_cuda(facts: Facts, model: GPTConfig, compute_bytes: int, deterministic: bool) -> Kernels:
     """Return what flash-attn, torch's kernels and ours keep, by their sources."""
-    attention: Attention = "math"
+    attention: AttentionBackend = "math"
     if compute_bytes == 2 and facts.bf16 and model.head_dim <= FLASH_CHANNELS:
         attention = "flash"
     elif not deterministic and model.head_dim % (16 // compute_bytes) == 0:

@@ -10,7 +10,7 @@ from llmtrain.plan.pipeline.actions import Action
 from llmtrain.plan.program.build import serves_secondary
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue, Program, Reduce
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.validation.places import Place, program_issues, ranges_overlap
+from llmtrain.plan.validation.places import ProgramPlace, program_issues, ranges_overlap
 
 
 def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
@@ -22,10 +22,10 @@ def weight_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
         )
     following = _Weights(spec, program.weights)
     for issue in program.start:
-        yield from following.issue(Place(), issue)
+        yield from following.issue(ProgramPlace(), issue)
     for one in program.passes:
         for point in one.points:
-            place = Place(one.action, point)
+            place = ProgramPlace(one.action, point)
             if point.at is At.DONE:
                 yield from following.done(place, point.unit)
             for issue in point.issues:
@@ -62,7 +62,7 @@ def _run_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
     beside those that the run before reduced last."""
     reducing, held = dict[str, int](), dict[str, int]()
     for one in program.passes:
-        place, buffered = Place(one.action), [passed for passed in one.backward if passed.offset is not None]
+        place, buffered = ProgramPlace(one.action), [passed for passed in one.backward if passed.offset is not None]
         for passed in buffered:
             if passed.unit in held and held[passed.unit] != passed.offset:
                 yield f"{place}: the gradients of {passed.unit} are not added to those of its pass before"
@@ -88,12 +88,12 @@ class _Weights:
 
     spec: ProgramSpec
     elements: int
-    held: dict[str, tuple[Gather, Place]] = field(default_factory=dict)
+    held: dict[str, tuple[Gather, ProgramPlace]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
 
-    def issue(self, place: Place, issue: Issue) -> Iterator[str]:
+    def issue(self, place: ProgramPlace, issue: Issue) -> Iterator[str]:
         """Follow an instruction."""
         if isinstance(issue, Reduce):
             return
@@ -106,7 +106,7 @@ class _Weights:
         else:
             yield from self._drop(place, issue)
 
-    def use(self, place: Place, action: Action, unit: str) -> Iterator[str]:
+    def use(self, place: ProgramPlace, action: Action, unit: str) -> Iterator[str]:
         """Begin a use of a unit, after what is issued there."""
         if unit in self.busy:
             yield f"{place}: {unit} is in use already"
@@ -122,7 +122,7 @@ class _Weights:
                     f"needs those of {_source(expected)}, which differ by rounding"
                 )
 
-    def done(self, place: Place, unit: str) -> Iterator[str]:
+    def done(self, place: ProgramPlace, unit: str) -> Iterator[str]:
         """End a use of a unit, before what is issued there."""
         if unit not in self.busy:
             yield f"{place}: {unit} is not in use"
@@ -136,7 +136,7 @@ class _Weights:
         for unit in sorted(self.busy):
             yield f"{unit} is still in use at the end of the program"
 
-    def _gather(self, place: Place, gather: Gather) -> Iterator[str]:
+    def _gather(self, place: ProgramPlace, gather: Gather) -> Iterator[str]:
         unit, own = gather.unit, self._range(gather)
         if unit in self.held:
             yield f"{place}: {unit} is gathered already, since {self.held[unit][1]}"
@@ -151,7 +151,7 @@ class _Weights:
         yield from self._secondary(place, gather)
         self.held[unit] = gather, place
 
-    def _secondary(self, place: Place, gather: Gather) -> Iterator[str]:
+    def _secondary(self, place: ProgramPlace, gather: Gather) -> Iterator[str]:
         unit = gather.unit
         if not self.spec.degrees[unit].secondary:
             if gather.secondary or gather.fills:
@@ -166,7 +166,7 @@ class _Weights:
         if gather.fills:
             self.filled.add(unit)
 
-    def _drop(self, place: Place, drop: Drop) -> Iterator[str]:
+    def _drop(self, place: ProgramPlace, drop: Drop) -> Iterator[str]:
         if drop.unit in self.busy:
             yield f"{place}: {drop.unit} is dropped while it is in use"
         if self.held.pop(drop.unit, None) is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.validation.grid import RankPrograms
 from llmtrain.plan.validation.rank_run import RankRun
-from llmtrain.plan.validation.world import Wait, World
+from llmtrain.plan.validation.world import ProgramWait, World
 
 
 def deadlock_problems(ranks: RankPrograms) -> list[str]:
@@ -36,7 +36,7 @@ def _follow(world: World) -> list[str]:
         rank for rank in world.ranks.programs if not any(grid.coordinate(rank, axis) for axis in world.symmetric_axes)
     ]
     runs = {rank: RankRun(world, rank).run() for rank in followed}
-    waits: dict[int, Wait] = {}
+    waits: dict[int, ProgramWait] = {}
     moved = True
     while moved:
         moved = False
@@ -54,7 +54,7 @@ def _follow(world: World) -> list[str]:
     return [*world.problems, *stuck]
 
 
-def _next_wait(run: Iterator[Wait]) -> Wait | None:
+def _next_wait(run: Iterator[ProgramWait]) -> ProgramWait | None:
     """Let a rank run as far as it can; return what it waits for, None at its end."""
     return next((wait for wait in run if not wait.ready()), None)
 

@@ -12,9 +12,9 @@ from llmtrain.plan.program.instructions import Gather, Issue, Program, Reduce, R
 from llmtrain.plan.program.spec import ProgramSpec
 from llmtrain.plan.program.transfers import Lane, Transfer, UnitTraffic, lane_members, unit_traffic
 from llmtrain.plan.traffic import Traffic
-from llmtrain.plan.validation.places import Place, program_issues
+from llmtrain.plan.validation.places import ProgramPlace, program_issues
 
-Started = tuple[Transfer, Place]
+Started = tuple[Transfer, ProgramPlace]
 """A collective, and where a rank starts it."""
 
 
@@ -77,10 +77,10 @@ class RankPart:
                 found.setdefault(transfer.lane, []).append((transfer, place))
         for one in program.finish:
             transfer = self.final(one)
-            found.setdefault(transfer.lane, []).append((transfer, Place(ends=True)))
+            found.setdefault(transfer.lane, []).append((transfer, ProgramPlace(ends=True)))
         for update in self.updates:
             for transfer in update:
-                found.setdefault(transfer.lane, []).append((transfer, Place()))
+                found.setdefault(transfer.lane, []).append((transfer, ProgramPlace()))
         return found
 
 

@@ -8,8 +8,8 @@ from llmtrain.plan.per_rank.replica_groups import REPLICA_GROUPS
 from llmtrain.plan.program.instructions import Drop, Gather, Issue, Reduce, ReplicaSum
 from llmtrain.plan.program.transfers import Lane, Transfer
 from llmtrain.plan.validation.lanes import LaneJob
-from llmtrain.plan.validation.places import Place, ranges_overlap
-from llmtrain.plan.validation.world import Wait, World
+from llmtrain.plan.validation.places import ProgramPlace, ranges_overlap
+from llmtrain.plan.validation.world import ProgramWait, World
 
 
 class InFlightCollectives:
@@ -28,7 +28,7 @@ class InFlightCollectives:
         self._buffers: deque[tuple[LaneJob, tuple[int, int]]] = deque()
         self._pending: list[LaneJob] = []
 
-    def issue(self, place: Place, issue: Issue) -> Iterator[Wait]:
+    def issue(self, place: ProgramPlace, issue: Issue) -> Iterator[ProgramWait]:
         """Issue an instruction, and yield what the rank waits for."""
         if isinstance(issue, Drop):
             # A gather that nobody waited for may still write there.
@@ -39,12 +39,12 @@ class InFlightCollectives:
         else:
             yield from self._reduce(place, issue)
 
-    def use(self, place: Place, unit: str) -> Iterator[Wait]:
+    def use(self, place: ProgramPlace, unit: str) -> Iterator[ProgramWait]:
         """Yield what a use of a unit waits for. A unit that is not gathered is another problem."""
         if unit in self._gathered:
             yield from self._wait(place, self._gathered[unit])
 
-    def finish(self, place: Place, sums: Sequence[ReplicaSum]) -> Iterator[Wait]:
+    def finish(self, place: ProgramPlace, sums: Sequence[ReplicaSum]) -> Iterator[ProgramWait]:
         """Sum over replicas, one after the other, after the passes, and yield what the rank waits for."""
         for one in sums:
             transfer = self._part.final(one)
@@ -65,7 +65,7 @@ class InFlightCollectives:
             if transfers:
                 self._updated[unit] = self._start(self._gathers, transfers, ())[-1]
 
-    def all(self, place: str) -> Iterator[Wait]:
+    def all(self, place: str) -> Iterator[ProgramWait]:
         """Yield what the rank waits for until everything has ended."""
         for job in self._pending:
             yield from self._wait(place, job)
@@ -94,7 +94,7 @@ class InFlightCollectives:
             )
             self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
 
-    def _reduce(self, place: Place, reduce: Reduce) -> Iterator[Wait]:
+    def _reduce(self, place: ProgramPlace, reduce: Reduce) -> Iterator[ProgramWait]:
         held = (0, 0)
         if reduce.offset is not None:
             held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
@@ -147,6 +147,6 @@ class InFlightCollectives:
             return tuple(one for one in members if not any(grid.coordinate(one, axis) for axis in symmetric))
         return (self._rank,) if Axis.DATA in symmetric else members
 
-    def _wait(self, place: Place | str, job: LaneJob) -> Iterator[Wait]:
+    def _wait(self, place: ProgramPlace | str, job: LaneJob) -> Iterator[ProgramWait]:
         if not job.done:
-            yield Wait(place, lambda: job.done, lambda: self._world.lanes.awaits(job))
+            yield ProgramWait(place, lambda: job.done, lambda: self._world.lanes.awaits(job))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.program.instructions import At, Drop, Gather, Program
-from llmtrain.plan.validation.places import Place, pass_issues
+from llmtrain.plan.validation.places import ProgramPlace, pass_issues
 
 
 def message_driven_problems(program: Program) -> Iterator[str]:
@@ -31,7 +31,7 @@ def message_driven_problems(program: Program) -> Iterator[str]:
                 )
 
 
-def _drop_problems(program: Program, action: Action, place: Place, drop: Drop) -> Iterator[str]:
+def _drop_problems(program: Program, action: Action, place: ProgramPlace, drop: Drop) -> Iterator[str]:
     """Yield the first pass that may run after a drop and uses the unit, unless the first forward pass gathers the unit
     again."""
     first = program.passes[0]

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from llmtrain.plan.program.instructions import At, BackwardPass, Pass, Program, Reduce, ReplicaSum
 from llmtrain.plan.program.points import Spot, backward_passes, spots_of
 from llmtrain.plan.program.spec import ProgramSpec
-from llmtrain.plan.validation.places import Place, pass_issues
+from llmtrain.plan.validation.places import ProgramPlace, pass_issues
 
 
 def pass_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _reduce_problems(
             yield f"pass {one.action}: it reduces {unit} {counted[unit]} times; expected {wanted}"
 
 
-def _wrong_reduce(spec: ProgramSpec, place: Place, issue: Reduce, passed: BackwardPass) -> Iterator[str]:
+def _wrong_reduce(spec: ProgramSpec, place: ProgramPlace, issue: Reduce, passed: BackwardPass) -> Iterator[str]:
     point = place.point
     if point is None or (point.at, point.unit) != (At.GRADIENTS, issue.unit):
         yield f"{place}: it reduces {issue.unit} here; expected at its gradients"

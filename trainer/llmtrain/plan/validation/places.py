@@ -8,7 +8,7 @@ from llmtrain.plan.program.instructions import Issue, Pass, Point, Program
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProgramPlace:
     """A place in a program. action: the action of the pass; None for the start, or for what comes after the passes if
     `ends`. point: None for the pass as a whole."""
 
@@ -22,16 +22,16 @@ class Place:
         return f"pass {self.action}" + (f", {self.point}" if self.point else "")
 
 
-def pass_issues(one: Pass) -> Iterator[tuple[Place, Issue]]:
+def pass_issues(one: Pass) -> Iterator[tuple[ProgramPlace, Issue]]:
     """Yield what a pass issues, and where."""
     for point in one.points:
-        place = Place(one.action, point)
+        place = ProgramPlace(one.action, point)
         yield from ((place, issue) for issue in point.issues)
 
 
-def program_issues(program: Program) -> Iterator[tuple[Place, Issue]]:
+def program_issues(program: Program) -> Iterator[tuple[ProgramPlace, Issue]]:
     """Yield what a program issues, and where."""
-    yield from ((Place(), issue) for issue in program.start)
+    yield from ((ProgramPlace(), issue) for issue in program.start)
     for one in program.passes:
         yield from pass_issues(one)
 

@@ -9,8 +9,8 @@ from llmtrain.plan.pipeline.actions import Action, Kind
 from llmtrain.plan.pipeline.stage_layout import StageLayout
 from llmtrain.plan.program.instructions import At, Pass
 from llmtrain.plan.validation.in_flight import InFlightCollectives
-from llmtrain.plan.validation.places import Place
-from llmtrain.plan.validation.world import Wait, World
+from llmtrain.plan.validation.places import ProgramPlace
+from llmtrain.plan.validation.world import ProgramWait, World
 
 
 class RankRun:
@@ -27,28 +27,28 @@ class RankRun:
         self._received: Counter[tuple[int, Kind, int]] = Counter()
         self._ran: set[Action] = set()
 
-    def run(self) -> Iterator[Wait]:
+    def run(self) -> Iterator[ProgramWait]:
         """Yield what the rank waits for, one after another, in a step, in the updates after it, and at the start of the
         next one; or in an evaluation. What is yielded is not ready yet; the caller continues once it is."""
         for issue in self._program.start:
-            yield from self._in_flight.issue(Place(), issue)
+            yield from self._in_flight.issue(ProgramPlace(), issue)
         evaluates = self._world.ranks.groups is not None
         driven = self._world.ranks.plan.pipeline.schedule.message_driven and not evaluates
         for one in self._driven() if driven else self._program.passes:
-            if isinstance(one, Wait):
+            if isinstance(one, ProgramWait):
                 yield one
             elif one.action.chunk < len(self._stages):
                 yield from self._pass(one)
         yield from self._in_flight.all("end of the passes")
         if evaluates:
             return
-        yield from self._in_flight.finish(Place(ends=True), self._program.finish)
+        yield from self._in_flight.finish(ProgramPlace(ends=True), self._program.finish)
         self._in_flight.update()
         for issue in self._program.start:
-            yield from self._in_flight.issue(Place(), issue)
+            yield from self._in_flight.issue(ProgramPlace(), issue)
         yield from self._in_flight.all("start of the next step")
 
-    def _pass(self, one: Pass) -> Iterator[Wait]:
+    def _pass(self, one: Pass) -> Iterator[ProgramWait]:
         action, layout = one.action, self._stages[one.action.chunk]
         needed = {Kind.F: None, Kind.B: Kind.F, Kind.W: Kind.B}[action.kind]
         before = None if needed is None else Action(action.microbatch, action.chunk, needed)
@@ -56,9 +56,9 @@ class RankRun:
             self._world.problems.append(f"rank {self._rank}, pass {action}: it runs before pass {before}")
         self._ran.add(action)
         yield from self._receive(action, layout)
-        yield from self._meet(Place(action))
+        yield from self._meet(ProgramPlace(action))
         for point in one.points:
-            place = Place(action, point)
+            place = ProgramPlace(action, point)
             for issue in point.issues:
                 yield from self._in_flight.issue(place, issue)
             if point.at is At.USE:
@@ -68,13 +68,15 @@ class RankRun:
         if action.kind is not Kind.W and 0 <= target < self._world.ranks.plan.pipeline.schedule.stages:
             self._world.sent.setdefault((self._line, action.kind, layout.stage), []).append(action.microbatch)
 
-    def _receive(self, action: Action, layout: StageLayout) -> Iterator[Wait]:
+    def _receive(self, action: Action, layout: StageLayout) -> Iterator[ProgramWait]:
         """Take the next message of the channel that an action needs."""
         channel = self._channel(action.kind, layout)
         if channel is None:
             return
         if not self._arrived(channel):
-            yield Wait(Place(action), lambda: self._arrived(channel), lambda: f"the message of stage {channel[2]}")
+            yield ProgramWait(
+                ProgramPlace(action), lambda: self._arrived(channel), lambda: f"the message of stage {channel[2]}"
+            )
         microbatch = self._world.sent[channel][self._received[channel]]
         self._received[channel] += 1
         if microbatch != action.microbatch:
@@ -91,7 +93,7 @@ class RankRun:
     def _arrived(self, channel: tuple[int, Kind, int]) -> bool:
         return len(self._world.sent.get(channel, ())) > self._received[channel]
 
-    def _meet(self, place: Place) -> Iterator[Wait]:
+    def _meet(self, place: ProgramPlace) -> Iterator[ProgramWait]:
         """Wait until the tensor-parallel ranks compute at the same place."""
         if len(self._tensor) == 1:
             return
@@ -108,9 +110,11 @@ class RankRun:
             ]
 
         if absent():
-            yield Wait(place, lambda: not absent(), lambda: f"tensor-parallel rank {absent()[0]}, which is not there")
+            yield ProgramWait(
+                place, lambda: not absent(), lambda: f"tensor-parallel rank {absent()[0]}, which is not there"
+            )
 
-    def _driven(self) -> Iterator[Wait | Pass]:
+    def _driven(self) -> Iterator[ProgramWait | Pass]:
         """Yield the passes in an order that the messages allow, and the waits for them. The first tensor-parallel rank
         chooses for all."""
         passes = {kind: [one for one in self._program.passes if one.action.kind is kind] for kind in Kind}
@@ -119,13 +123,13 @@ class RankRun:
             if self._rank == self._tensor[0]:
                 if not self._possible(passes, done):
                     place = f"after {number} passes"
-                    yield Wait(
+                    yield ProgramWait(
                         place, lambda: bool(self._possible(passes, done)), lambda: "the message of another stage"
                     )
                 chosen.append(self._possible(passes, done)[0])
             elif len(chosen) <= number:
                 there = partial(_longer, chosen, number)
-                yield Wait(f"after {number} passes", there, lambda: "the choice of the next pass")
+                yield ProgramWait(f"after {number} passes", there, lambda: "the choice of the next pass")
             kind = chosen[number]
             if done[kind] < len(passes[kind]):
                 yield passes[kind][done[kind]]

@@ -7,14 +7,14 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.plan.pipeline.actions import Kind
 from llmtrain.plan.validation.grid import RankPrograms
 from llmtrain.plan.validation.lanes import Lanes
-from llmtrain.plan.validation.places import Place
+from llmtrain.plan.validation.places import ProgramPlace
 
 
 @dataclass(frozen=True)
-class Wait:
+class ProgramWait:
     """What a rank waits for at a place, until it is ready."""
 
-    place: Place | str
+    place: ProgramPlace | str
     ready: Callable[[], bool]
     what: Callable[[], str]
 
