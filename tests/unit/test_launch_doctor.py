@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from llmtrain.cluster.control_groups import Quota
 from llmtrain.launch import doctor, gpus
 from llmtrain.launch.doctor import Finding, can_train
@@ -111,7 +112,8 @@ def test_ranks_of_torchrun_leave_the_end_of_a_run_to_the_watchdog(
 
 
 def test_an_amd_gpu_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "version", lambda package: "2.13.0+rocm7.1")
+    """Also with a torch that its user has built, whose version says nothing of ROCm."""
+    monkeypatch.setattr(torch.version, "hip", "7.1")
     assert "PYTORCH_ALLOC_CONF" not in gpus.gpu_variables(2)
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in gpus.gpu_variables(2)
     assert gpus.gpu_variables(1) == {"GPU_MAX_HW_QUEUES": "16"}

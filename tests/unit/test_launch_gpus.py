@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from llmtrain.cluster.description import Accelerator, Cluster, Host, Node
 from llmtrain.comm.environment import Launched
 from llmtrain.launch import gpus
@@ -216,6 +217,13 @@ def give_tool(said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool.write_text(f"#!/bin/sh\nprintf '{said}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+
+
+@pytest.mark.parametrize("hip", [None, "7.1"])
+def test_torch_says_whose_cards_it_is_built_for(hip: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version need not: a user may have built it."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert start._facts(None, 1, 1, described=True).amd is (hip is not None)
 
 
 @pytest.mark.parametrize(("bf16", "compute", "attention"), [(True, "bf16", "flash"), (False, "fp16", "efficient")])

@@ -32,6 +32,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def is_amd() -> bool:
+    """Return whether this torch is built for AMD's GPUs. The version of one that a user has built may not say so."""
+    return torch.version.hip is not None
+
+
 def gpus() -> list[Gpu]:
     """Return the GPUs that this process sees, in torch's order."""
     # torch's type stubs lack some of these fields.

@@ -86,7 +86,10 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     held instead, see `messages_nccl`. NCCL_LAUNCH_ORDER_IMPLICIT would start kernels of all communicators in the order
     of the host's calls; the ranks' calls have one order on each communicator, and streams have the others.
     """
-    if "rocm" in version("torch"):
+    # PyTorch must not be loaded before it is known that there are GPUs.
+    from llmtrain.comm.device import is_amd
+
+    if is_amd():
         found = {"GPU_MAX_HW_QUEUES": "16"}
     else:
         found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
