@@ -14,6 +14,7 @@ from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
+from llmtrain.inference import open as open_module
 from llmtrain.inference.generate import Sampling, draw
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
@@ -94,6 +95,16 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     out, error = capsys.readouterr()
     assert (out, len(error.splitlines())) == ("", 1)
     return error
+
+
+def test_triton_without_a_compiler(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_module, "find_spec", lambda name: name)
+    monkeypatch.setattr("llmtrain.comm.device.gpu_count", lambda: 1)
+    monkeypatch.setattr("llmtrain.launch.gpus.shutil.which", lambda name: None)
+    for command in ("eval", "generate"):
+        assert refused(capsys, command, model).endswith("this machine has none; apt install gcc, or set CC\n")
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(65, None), (66, "holds id 65 at token 65 of document 0; expected 0 to")])

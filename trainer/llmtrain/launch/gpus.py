@@ -123,10 +123,7 @@ def triton_problem() -> str | None:
     """Return why Triton cannot load its kernels here, None if it can: it compiles a part of its own at its first
     start."""
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
-        return (
-            "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC (--force takes "
-            "it as it is)"
-        )
+        return "Triton's kernels need a C compiler, and this machine has none; apt install gcc, or set CC"
     # As Triton does: Debian's own scheme names a folder without headers.
     own = sysconfig.get_path("include", "posix_prefix")
     others = [
@@ -135,8 +132,8 @@ def triton_problem() -> str | None:
     if any(Path(folder, "Python.h").exists() for folder in (own, *others)):
         return None
     return (
-        f"Triton's kernels need Python.h, and {own} has none; apt install python3-dev, or take a Python that has it "
-        "(CPATH may name its folder; --force takes it as it is)"
+        f"Triton's kernels need Python.h, and {own} has none; apt install python3-dev, take a Python that has it, or "
+        "name its folder in CPATH"
     )
 
 

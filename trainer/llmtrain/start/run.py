@@ -180,11 +180,12 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
 
 def _machine_problems(plan: Plan, place: Launched | None, facts: Facts, force: bool) -> list[str]:
     """Return an error for each part of the software of this machine that the plan needs and that is not there."""
+    triton = triton_problem() if facts.device == "cuda" and facts.triton and not force else None
     found = (
         _mpi_problem(plan, place),
         _attention_problem(plan, facts),
         _kernels_problem(plan),
-        triton_problem() if facts.device == "cuda" and facts.triton and not force else None,
+        triton and f"{triton} (--force takes it as it is)",
         unseen_gpus(os.environ) if facts.device == "cpu" and not force else None,
     )
     return [problem for problem in found if problem]
