@@ -11,6 +11,7 @@ from llmtrain.cluster.control_groups import Quota
 from llmtrain.launch import doctor, gpus
 from llmtrain.launch.doctor import Finding, can_train
 from llmtrain.launch.gpus import set_gpu_variables
+from llmtrain.start import run as start
 from llmtrain_kernels import native
 
 
@@ -79,6 +80,20 @@ def test_a_gpu_with_few_queues_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS: runs set CUDA_DEVICE_MAX_CONNECTIONS=32" in found.advice
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert doctor._gpu_environment().state == "ok"
+
+
+@pytest.mark.parametrize("given", ["max_split_size_mb:128", "max_split_size_mb:128,expandable_segments:True"])
+def test_the_old_name_of_the_allocator_s_settings_is_told(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads it first, and then not the new one, which a run sets."""
+    monkeypatch.setattr(os, "environ", {"PYTORCH_CUDA_ALLOC_CONF": given})
+    found, remarks = doctor._gpu_environment(), start._remarks(None, 1)
+    if given.endswith("True"):
+        assert (found.state, remarks) == ("ok", [])
+        return
+    assert found.detail == f"PYTORCH_CUDA_ALLOC_CONF={given}"
+    assert found.advice == "unset PYTORCH_CUDA_ALLOC_CONF: runs set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    (remark,) = remarks
+    assert remark.startswith(f"PYTORCH_CUDA_ALLOC_CONF is {given}, and torch reads it in place of the")
 
 
 @pytest.mark.parametrize("world", [1, 2])

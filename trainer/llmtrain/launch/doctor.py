@@ -16,7 +16,7 @@ from llmtrain_data import units
 
 from llmtrain.cluster.control_groups import cpu_quota
 from llmtrain.cluster.memory import machine_memory
-from llmtrain.launch.gpus import gpu_variables, other_variables, triton_problem
+from llmtrain.launch.gpus import ALLOCATOR, gpu_variables, other_variables, triton_problem
 
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
@@ -93,7 +93,9 @@ def _devices(built_for_gpu: bool) -> Finding:
 def _gpu_environment() -> Finding:
     name, wanted = "gpu environment", gpu_variables(2)
     if other := other_variables(os.environ):
-        advice = f"unset {' and '.join(other)}: runs set {', '.join(f'{key}={wanted[key]}' for key in other)}"
+        # The old name of ALLOCATOR is no variable of a run.
+        names = dict.fromkeys(key if key in wanted else ALLOCATOR for key in other)
+        advice = f"unset {' and '.join(other)}: runs set {', '.join(f'{key}={wanted[key]}' for key in names)}"
         return Finding(name, "wrong", ", ".join(f"{key}={value}" for key, value in other.items()), advice)
     return Finding(name, "ok", f"runs of several ranks set {', '.join(f'{key}={wanted[key]}' for key in wanted)}")
 

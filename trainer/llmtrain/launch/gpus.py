@@ -22,6 +22,8 @@ from llmtrain.errors import BadInputError
 
 _P2P_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _ABORTS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ALLOCATOR, _OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+_SEGMENTS = "expandable_segments:True"
 _MONITORS = ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 # Collectives that the flight recorder keeps: some steps of a tensor-parallel model. By default, it keeps 2,000.
 _RECORDED = 20_000
@@ -89,10 +91,7 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     # PyTorch must not be loaded before it is known that there are GPUs.
     from llmtrain.comm.device import is_amd
 
-    if is_amd():
-        found = {"GPU_MAX_HW_QUEUES": "16"}
-    else:
-        found = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    found = {"GPU_MAX_HW_QUEUES": "16"} if is_amd() else {"CUDA_DEVICE_MAX_CONNECTIONS": "32", ALLOCATOR: _SEGMENTS}
     if world > 1:
         found |= dict.fromkeys((_P2P_WARNING, _ABORTS, *_MONITORS), "0") | {"TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})
@@ -231,7 +230,20 @@ def few_queues(environment: Mapping[str, str]) -> str | None:
     )
 
 
+def fixed_segments(environment: Mapping[str, str]) -> str | None:
+    """Return a sentence if the user's old name of PYTORCH_ALLOC_CONF, which torch reads in its place, has no segments
+    that grow, else None."""
+    if _OLD_ALLOCATOR not in other_variables(environment):
+        return None
+    return (
+        f"{_OLD_ALLOCATOR} is {environment[_OLD_ALLOCATOR]}, and torch reads it in place of the {ALLOCATOR} that a run "
+        f"sets: memory that sizes of other steps have split stays unused; add {_SEGMENTS} to it, or unset it"
+    )
+
+
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that the user has set otherwise."""
+    """Return those variables that the user has set otherwise, also by the old name of PYTORCH_ALLOC_CONF."""
     wanted = gpu_variables(2)
-    return {name: environment[name] for name in wanted if environment.get(name, wanted[name]) != wanted[name]}
+    found = {name: environment[name] for name in wanted if environment.get(name, wanted[name]) != wanted[name]}
+    old = environment.get(_OLD_ALLOCATOR, _SEGMENTS)
+    return found if ALLOCATOR not in wanted or _SEGMENTS in old else found | {_OLD_ALLOCATOR: old}

@@ -23,6 +23,7 @@ from llmtrain.launch.gpus import (
     check_gpus,
     cluster_of_gpus,
     few_queues,
+    fixed_segments,
     gpu_memory_problem,
     held_by_others,
     idle_gpus,
@@ -131,9 +132,10 @@ def _remarks(place: Launched | None, gpus: int) -> list[str]:
         return []
     idle = idle_nodes(os.environ) if place is None else idle_gpus(gpus, place)
     # Our launcher has said it.
-    slow = few_queues(os.environ) if gpus and (place is None or place.by != "llmtrain") else None
+    said = gpus and (place is None or place.by != "llmtrain")
+    slow = [few_queues(os.environ), fixed_segments(os.environ)] if said else []
     held = held_by_others() if gpus and place is None else None
-    return [sentence for sentence in (idle, slow, held) if sentence]
+    return [sentence for sentence in (idle, *slow, held) if sentence]
 
 
 def _refuse_second(folder: Path) -> None:
