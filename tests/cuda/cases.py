@@ -147,6 +147,7 @@ OFFLOAD = {
     "gradients on the host, 2 nodes": Case(4, ("zero.preset=mics", *HOST, GRADIENTS), node=2),
     "weights on the host": Case(2, (_stage(3), *WEIGHTS, *HOST)),
     "weights on the host, optimizer on the device": Case(2, (_stage(3), *WEIGHTS)),
+    "weights on the host, tensor, sums sent in fp32": Case(2, (WIDE, *WEIGHTS), tensor=2),
     "weights on the host, one rank": Case(1, (*WEIGHTS, *HOST)),
     "weights on the host, some states": Case(2, (_stage(3), *WEIGHTS, *HOST, "offload.share=0.5")),
     "weights on the host, some states ahead": Case(

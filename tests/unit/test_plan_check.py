@@ -133,6 +133,21 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
         check(make_plan(recipe(*narrow, *overrides), CPU), CPU)
 
 
+@pytest.mark.parametrize("key", ["precision.reduce=fp32", "precision.compute=fp32"])
+def test_sums_that_tensor_parallel_ranks_average_stay_on_the_gpu(key: str) -> None:
+    """NCCL's order of fp32 sums differs between their groups. On CPUs it does not."""
+    keys, gpu = ("parallel.tensor=2", "offload={parameters: host}"), Facts(world=2, device="cuda")
+    assert make_plan(recipe(*keys), gpu).record["offload"]["gradients"] == "host"
+    for facts, found in ((gpu, "none"), (CPU, "host")):
+        plan = make_plan(recipe(*keys, key), facts)
+        assert plan.averages_replicas is (facts == gpu)
+        assert plan.record["offload"]["gradients"] == found
+        assert any(one.moves_gradients for one in plan.sharding.placements.values()) is (found == "host")
+    said = rf"offload\.gradients is host, but with {re.escape(key)} tensor-parallel ranks add up gradients"
+    with pytest.raises(BadInputError, match=said):
+        make_plan(recipe(*keys, key, "offload.gradients=host"), gpu)
+
+
 def test_buffers_that_nothing_registers_are_told() -> None:
     given = recipe("zero={stage: 3, registered: true}")
     for facts, said in (

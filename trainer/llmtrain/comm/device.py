@@ -32,7 +32,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def is_amd() -> bool:
+def built_for_amd() -> bool:
     """Return whether this torch is built for AMD's GPUs. The version of one that a user has built may not say so."""
     return torch.version.hip is not None
 

@@ -89,9 +89,10 @@ def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
     of the host's calls; the ranks' calls have one order on each communicator, and streams have the others.
     """
     # PyTorch must not be loaded before it is known that there are GPUs.
-    from llmtrain.comm.device import is_amd
+    from llmtrain.comm.device import built_for_amd
 
-    found = {"GPU_MAX_HW_QUEUES": "16"} if is_amd() else {"CUDA_DEVICE_MAX_CONNECTIONS": "32", ALLOCATOR: _SEGMENTS}
+    nvidia = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", ALLOCATOR: _SEGMENTS}
+    found = {"GPU_MAX_HW_QUEUES": "16"} if built_for_amd() else nvidia
     if world > 1:
         found |= dict.fromkeys((_P2P_WARNING, _ABORTS, *_MONITORS), "0") | {"TORCH_FR_BUFFER_SIZE": str(_RECORDED)}
     return found | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {})

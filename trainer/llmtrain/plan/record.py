@@ -51,7 +51,7 @@ def record_of(recipe: Recipe, zero: ZeroSettings, backend: OptimizerBackend, pla
     offload = plan.sharding.offload
     given = asdict(recipe.offload)
     record["offload"].update({key: getattr(offload, key) for key in _OFFLOAD if given[key] == "auto"})
-    record["offload"]["gradients"] = offload_of(recipe).gradients
+    record["offload"]["gradients"] = offload_of(recipe, plan.device, plan.compute).gradients
     if offload != Offload():
         record["offload"].update(bucket=offload.bucket)
     if paths := offload.paths or plan.activation_offload.paths:

@@ -22,23 +22,24 @@ class OffloadConfig:
     are used and leave it after that, as far as `zero.resident` has no room for them. gradients: where the fp32 sums of
     gradients rest: none (on the device), host or nvme; auto is where the weights do, but on the device where they fit
     `cluster.accelerator.memory` and less then moves, or where tensor-parallel ranks have to add them up
-    (`parallel.sequence`, or `quantize.gradients`). activations: where the inputs of the groups of
-    activation_checkpointing rest between their forward and their backward pass: none (on the device), host or nvme; as
-    many of them as `cluster.accelerator.memory` has room for stay, those that are used first, and two where that is not
-    stated. share: part of each rank's optimizer states that leaves, from 0 to 1; those of its first layers stay. auto
-    is the least with which the run fits `cluster.accelerator.memory`, beside resident weights where the weights rest
-    elsewhere and less then moves, and 1 where that is not stated. spare: part of what leaves that is stepped as its
-    gradients arrive, before their norm is known, into spare memory or files of the same size; it counts once the norm
-    is known and does not clip, and else the step is repeated from the old states. auto is 0 on CPUs, for nvme, and
-    where no gradients are complete before the last pass ends; for host it is the most that fits
-    `cluster.node.host.memory`, in eighths, or a quarter where that is not stated. spare_weights: where the new weights
-    of what is stepped ahead wait for the norm: host, or device, so that they cross the host link during the backward
-    pass; auto is device where no activations leave it and `cluster.accelerator.memory` has room for all of them beside
-    what else it holds. paths: folders for nvme, one for each volume, over which bytes are striped; by default those of
-    the cluster file's node.nvme. bucket: elements of a bucket of states; auto is 4194304 where a GPU's host has them in
-    its memory, else 524288. overlap: buckets of optimizer states that are on their way while one is stepped (AxoNN's k;
-    ranks have reduced their gradients during the backward pass). With optimizer host, overlap + 1 threads step a bucket
-    each, and none is fetched ahead; where gradients are offloaded, it is one thread. auto is 3.
+    (`parallel.sequence`, `quantize.gradients`, or on GPUs fp32 of `precision.reduce` or `precision.compute`).
+    activations: where the inputs of the groups of activation_checkpointing rest between their forward and their
+    backward pass: none (on the device), host or nvme; as many of them as `cluster.accelerator.memory` has room for
+    stay, those that are used first, and two where that is not stated. share: part of each rank's optimizer states that
+    leaves, from 0 to 1; those of its first layers stay. auto is the least with which the run fits
+    `cluster.accelerator.memory`, beside resident weights where the weights rest elsewhere and less then moves, and 1
+    where that is not stated. spare: part of what leaves that is stepped as its gradients arrive, before their norm is
+    known, into spare memory or files of the same size; it counts once the norm is known and does not clip, and else the
+    step is repeated from the old states. auto is 0 on CPUs, for nvme, and where no gradients are complete before the
+    last pass ends; for host it is the most that fits `cluster.node.host.memory`, in eighths, or a quarter where that is
+    not stated. spare_weights: where the new weights of what is stepped ahead wait for the norm: host, or device, so
+    that they cross the host link during the backward pass; auto is device where no activations leave it and
+    `cluster.accelerator.memory` has room for all of them beside what else it holds. paths: folders for nvme, one for
+    each volume, over which bytes are striped; by default those of the cluster file's node.nvme. bucket: elements of a
+    bucket of states; auto is 4194304 where a GPU's host has them in its memory, else 524288. overlap: buckets of
+    optimizer states that are on their way while one is stepped (AxoNN's k; ranks have reduced their gradients during
+    the backward pass). With optimizer host, overlap + 1 threads step a bucket each, and none is fetched ahead; where
+    gradients are offloaded, it is one thread. auto is 3.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

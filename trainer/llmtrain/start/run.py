@@ -161,7 +161,7 @@ def _native() -> bool:
 
 def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool) -> Facts:
     """Return the facts of a run. described: whether the recipe describes the cluster."""
-    from llmtrain.comm.device import is_amd
+    from llmtrain.comm.device import built_for_amd
 
     world = place.world if place else nproc or max(1, gpus)
     here = place.ranks_per_node if place else world
@@ -174,7 +174,7 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
         native=gpus > 0 or _native(),
         triton=find_spec("triton") is not None,
         bf16=not gpus or (least_capability() or BF16) >= BF16,
-        amd=is_amd(),
+        amd=built_for_amd(),
         # Ranks on several machines would have to agree on one.
         machine=cluster_of_gpus(world) if gpus and here == world and not described else None,
     )

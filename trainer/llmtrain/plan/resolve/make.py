@@ -57,7 +57,8 @@ def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe. Sums of gradients stay on the device where the recipe leaves that open, they fit
     the stated memory, and less moves."""
     plan, given = _with_spare(recipe, facts), recipe.offload
-    if given.gradients != "auto" or offload_of(recipe).gradients == "none" or stated_memory(facts.cluster) is None:
+    decided = offload_of(recipe, facts.device, plan.compute).gradients
+    if given.gradients != "auto" or decided == "none" or stated_memory(facts.cluster) is None:
         return plan
     staying = replace(recipe, offload=replace(given, gradients="none"))
     if surely_exceeds(_plan(with_least(staying), facts)):
@@ -110,7 +111,7 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     registered = recipe.zero.registered and facts.device != "cpu" and grid.degree(Axis.DATA) > 1
     volumes = facts.cluster.node.nvme if facts.cluster else ()
-    offload = Offload.of(offload_of(recipe), backend, volumes, facts.device)
+    offload = Offload.of(offload_of(recipe, facts.device, compute), backend, volumes, facts.device)
     fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
