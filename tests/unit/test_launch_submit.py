@@ -314,9 +314,9 @@ def test_a_container_has_the_files(recipe: Path) -> None:
         planned(recipe, *inside, small, site=site, nodes=1)
 
 
-def test_cards_without_bf16_are_planned_in_fp16(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_planned_for_the_cards_of_their_cluster(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned_for = list[Facts]()
     monkeypatch.setattr("llmtrain.start.job.check", lambda made, facts: planned_for.append(facts))
-    planned(recipe, "cluster=p3dn", nodes=1)
-    planned(recipe, "cluster=p4d", nodes=1)
-    assert [facts.bf16 for facts in planned_for] == [False, True]
+    for cluster in ("p3dn", "p4d", "frontier"):
+        planned(recipe, f"cluster={cluster}", nodes=1)
+    assert [(facts.bf16, facts.amd) for facts in planned_for] == [(False, False), (True, False), (True, True)]

@@ -207,9 +207,9 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert start._attention_problem(made, Facts(world=1, device="cpu")) is None
     assert start._attention_problem(plan("train.attention=cudnn"), GPU) is None
     amd = replace(GPU, amd=True)
-    assert "needs a GPU of NVIDIA's; set it to auto" in str(
-        start._attention_problem(plan("train.attention=cudnn"), amd)
-    )
+    for kernel in ("cudnn", "flash-attn-3"):
+        said = start._attention_problem(plan(f"train.attention={kernel}"), amd)
+        assert said == f"train.attention is {kernel}, which needs a GPU of NVIDIA's; set it to auto"
 
 
 @pytest.fixture

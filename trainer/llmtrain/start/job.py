@@ -21,7 +21,7 @@ from llmtrain.launch.slurm.script import Allocation, Array, BatchJob, Chain, Sub
 from llmtrain.launch.submit import default_site
 from llmtrain.plan.cost.stop_time import stop_time
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.flops import computes_bf16
+from llmtrain.plan.flops import computes_bf16, is_amd
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.check import check, check_given
 from llmtrain.plan.resolve.make import make_plan
@@ -94,13 +94,15 @@ def plan_job(
 
 def _facts(recipe: Recipe, allocation: Allocation) -> Facts:
     cluster = given_cluster(recipe.cluster)
+    accelerator = None if cluster is None else cluster.accelerator
     # This machine may differ from the job's nodes, so assume that these have GPUs and apex.
     return Facts(
         world=allocation.ranks,
         device="cuda",
         ranks_per_node=allocation.ranks_per_node,
         apex=True,
-        bf16=computes_bf16(cluster.accelerator if cluster else None),
+        bf16=computes_bf16(accelerator),
+        amd=accelerator is not None and is_amd(accelerator.name or ""),
         cluster=cluster,
     )
 

@@ -206,8 +206,8 @@ def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
 def _attention_problem(plan: Plan, facts: Facts) -> str | None:
     """Return an error if this machine does not have the kernel of attention, else None."""
     kernel = plan.training.attention
-    if facts.device == "cuda" and facts.amd and kernel == "cudnn":
-        return "train.attention is cudnn, which needs a GPU of NVIDIA's; set it to auto"
+    if facts.device == "cuda" and facts.amd and kernel in ("cudnn", "flash-attn-3"):
+        return f"train.attention is {kernel}, which needs a GPU of NVIDIA's; set it to auto"
     if facts.device == "cpu" or is_installed(kernel):
         return None
     return f"train.attention is {kernel}, and this Python has no package {PACKAGES[kernel]}; install it, or set auto"
