@@ -196,6 +196,24 @@ def test_a_stopped_run_resumes(
     assert trained(folder, "stopped", device, key) == expected
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_deterministic_runs_have_the_same_bits(folder: Path) -> None:
+    """Another run, and one that is killed and resumes, have the losses and the states of the first."""
+    # Each start would time the kernels of attention, and might take another one.
+    keys = ["--nproc", "1", "train.deterministic=true", "precision.compute=bf16", "train.attention=torch"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    usual = ("-m", "llmtrain")
+    for name, program in (("one", usual), ("two", usual), ("killed", ("-c", KILLED)), ("killed", usual)):
+        words = [sys.executable, *program, "run", str(folder / "tiny.yaml"), f"name={name}", *keys]
+        ran = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=280, check=False)
+        assert ran.returncode == (0 if program == usual else -signal.SIGKILL), ran.stderr
+    expected, states = curve(folder / "runs" / "one"), states_of(folder / "runs" / "one")
+    for name in ("two", "killed"):
+        assert curve(folder / "runs" / name) == expected
+        found = states_of(folder / "runs" / name)
+        assert all(torch.equal(values, found[state]) for state, values in states.items())
+
+
 def test_a_killed_run_resumes(folder: Path, device: Device) -> None:
     """It has the curve of a run that nothing killed."""
     expected = trained(folder, "whole", device)
