@@ -18,19 +18,44 @@ from llmtrain.launch.monitor import Monitor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
-def test_a_rank_that_died_before_it_was_looked_at_has_died() -> None:
-    process = subprocess.Popen(["true"])
+def has_seen(monitor: Monitor, process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a monitor takes a process that ends at once for a rank that died."""
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    end = time.monotonic() + 0.5
+    while not monitor.died and time.monotonic() < end:
+        time.sleep(0.01)
+    return process.pid in monitor.died
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_rank_that_died_before_it_was_looked_at_has_died(earlier: bool) -> None:
+    """A child from before the ranks were started is no rank. Process 1 of a container adopts such children."""
     notes = CrashNotes(2)
+    process = subprocess.Popen(["true"]) if earlier else None
+    monitor = Monitor(2, notes)
+    process = process or subprocess.Popen(["true"])
     try:
-        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
-        monitor = Monitor(2, notes)
-        end = time.monotonic() + 2
-        while not monitor.died and time.monotonic() < end:
-            time.sleep(0.01)
-        monitor.close()
-        assert process.pid in monitor.died
+        assert has_seen(monitor, process) is not earlier
     finally:
+        monitor.close()
+        notes.close()
+        process.wait()
+
+
+def test_an_adopted_process_with_the_environment_of_a_rank_is_no_rank() -> None:
+    """Such as what a killed rank had started: it may end while the new ranks start."""
+    notes = CrashNotes(2)
+    process = subprocess.Popen(["sleep", "100"], env={**os.environ, "LOCAL_RANK": "0"})
+    while "LOCAL_RANK" not in psutil.Process(process.pid).environ():
+        time.sleep(0.01)
+    monitor = Monitor(2, notes)
+    try:
+        time.sleep(0.2)
+        process.kill()
+        assert not has_seen(monitor, process)
+    finally:
+        monitor.close()
         notes.close()
         process.wait()
 
@@ -96,6 +121,15 @@ def test_a_kill_as_memory_ran_out_is_called_one(
         local.launch(2, [])
     assert f"rank 1 was killed by {number.name} on " in str(error.value)
     assert f" after step 0, in starting{said}, so the run stopped; " in str(error.value)
+
+
+def test_a_run_whose_ranks_were_all_killed_by_the_monitor_is_told(
+    launcher: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = SimpleNamespace(died=[2**21], killed={2**22}, verdict="", close=lambda: None)
+    monkeypatch.setattr(local, "Monitor", lambda ranks, notes: monitor)
+    with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL on "):
+        local.launch(2, [])
 
 
 @pytest.mark.parametrize(("ending", "ran_out"), [(Ending.OUT_OF_MEMORY, True), (Ending.CRASHED, False)])

@@ -178,8 +178,9 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
         elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
     except ChildFailedError as error:
         monitor.close()
-        # Leave out the ranks that the monitor killed: they did not cause the failure.
+        # Leave out the ranks that the monitor killed: they did not cause the failure. The agent may know of no others.
         failures = [failure for failure in error.failures.values() if failure.pid not in monitor.killed]
+        failures = failures or list(error.failures.values())
         first = _first(failures, monitor)
         return _stopped(failures, first, signals.asked) or _ending(
             failures, first, notes, monitor, memory_kills() > kills

@@ -28,6 +28,8 @@ class Monitor:
         self.verdict = ""
         self.killed: set[int] = set()
         self._ranks, self._notes = ranks, notes
+        # As process 1 of a container, the launcher adopts what the ranks of an earlier attempt have started.
+        self._earlier = set(psutil.Process().children())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor", daemon=True)
         # Without crash notes, a rank that has succeeded looks like one that died.
@@ -45,7 +47,7 @@ class Monitor:
         while not self.died and not self._over.wait(_POLL):
             unseen: list[int] = []
             if len(processes) < self._ranks:
-                children = psutil.Process().children()
+                children = self._children()
                 processes |= _by_rank(children)
                 seen = {process.pid for process in processes.values()}
                 # These died before their environment, which holds the rank, could be read.
@@ -60,12 +62,15 @@ class Monitor:
             leave_verdict(self._notes.path, "a rank died")
         if self._over.wait(PATIENCE):
             return
-        for process in (processes | _by_rank(psutil.Process().children())).values():
+        for process in (processes | _by_rank(self._children())).values():
             if not _has_ended(process):
                 self.killed.add(process.pid)
                 with suppress(ProcessLookupError):
                     # Each rank leads a process group with its own children.
                     os.killpg(process.pid, signal.SIGKILL)
+
+    def _children(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child not in self._earlier]
 
 
 def _by_rank(children: list[psutil.Process]) -> dict[int, psutil.Process]:
