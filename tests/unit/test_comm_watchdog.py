@@ -1,6 +1,7 @@
 """What the watchdog concludes from beats, whatever the clocks of machines show."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from llmtrain.comm import watchdog
 from llmtrain.comm.activity import Activity
+from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Verdict
 from llmtrain.comm.watchdog import LOST_ROUNDS, Beat, ProcessId, RankState, Watchdog
 
 ROUND = 5.0
@@ -21,14 +23,18 @@ class Pair:
     """Rank 0, which watches rank 1. ahead: by how many seconds the clock of rank 1 is ahead."""
 
     def __init__(self, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.ahead, self.verdicts = 0.0, ahead, list[str]()
+        self.now, self.ahead, self.verdicts, self.gone = 0.0, ahead, list[str](), list[int]()
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: self.now, sleep=time.sleep))
-        monkeypatch.setattr(Watchdog, "_condemn", lambda _, sentence, gone: self.verdicts.append(sentence))
+        monkeypatch.setattr(Watchdog, "_condemn", lambda _, sentence, gone: self._condemn(sentence, gone))
         self._activity, self._store = Activity(0), dist.HashStore()
         self._watchdog = Watchdog(self._activity, self._store, 2, 600.0, noted=True)
         # Rounds are begun here instead of by its thread.
         self._watchdog.end()
         self._rounds = 0
+
+    def _condemn(self, sentence: str, gone: list[int]) -> None:
+        self.verdicts.append(sentence)
+        self.gone += gone
 
     def round(self, moved: Callable[[int, float], float], waiting: int | None = None) -> None:
         """Do one round. moved: returns when a rank last began something before a time, both by the clock of rank 0.
@@ -93,6 +99,7 @@ def test_the_rank_that_stopped_first_is_named(
         pair.ahead = ahead if pair.now > STOPPED / 2 else pair.ahead
         pair.round(lambda rank, at: min(at, STOPPED if rank == first else STOPPED + later))
     assert f"the others wait for rank {first} on" in pair.verdicts[0]
+    assert pair.gone == [first]
     # 118 rounds, and two until both beats are there.
     assert STOPPED + 590 <= pair.now <= STOPPED + 600
 
@@ -104,6 +111,22 @@ def test_a_rank_that_waits_is_not_named(waiting: int, monkeypatch: pytest.Monkey
     while not pair.verdicts:
         pair.round(lambda rank, at: min(at, STOPPED if rank == waiting else STOPPED + 2.0), waiting)
     assert f"the others wait for rank {1 - waiting} on" in pair.verdicts[0]
+
+
+@pytest.mark.parametrize(("gone", "suspect"), [([0], 0), ([], None)])
+def test_the_rank_at_fault_is_left_for_the_launcher(
+    gone: list[int], suspect: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the watchdog that finds it is its own."""
+    notes = CrashNotes(2)
+    monkeypatch.setenv(CRASH_NOTES, str(notes.path))
+    monkeypatch.setattr(watchdog.os, "_exit", sys.exit)
+    watching = Watchdog(Activity(0), dist.HashStore(), 2, 0.1, noted=False)
+    watching.end()
+    with pytest.raises(SystemExit):
+        watching._condemn("nothing has moved", gone)
+    assert notes.verdict == Verdict("nothing has moved", suspect)
+    notes.close()
 
 
 def test_only_the_thread_that_computes_is_said_to_wait() -> None:

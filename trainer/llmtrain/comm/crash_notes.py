@@ -36,6 +36,14 @@ class Last:
         return f"after step {self.step}, in {self.doing}"
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends, empty if nobody has said. suspect: the rank that is named as the cause, None if none is."""
+
+    sentence: str = ""
+    suspect: int | None = None
+
+
 class CrashNote:
     """A rank's page of the launcher's notes. A write costs no system call, and the note outlives the process."""
 
@@ -78,9 +86,12 @@ class CrashNotes:
         return Last() if self.path is None else read_note(self.path, rank)
 
     @property
-    def verdict(self) -> str:
-        """The reason that a rank left, empty if none did."""
-        return "" if self.path is None else _read(self.path, 0)
+    def verdict(self) -> Verdict:
+        """The reason that a rank left."""
+        if self.path is None:
+            return Verdict()
+        suspect, _, sentence = _read(self.path, 0).partition("\n")
+        return Verdict(sentence, int(suspect) if suspect else None)
 
     def close(self) -> None:
         """Free the notes."""
@@ -97,10 +108,11 @@ def read_note(path: str, rank: int) -> Last:
         return Last()
 
 
-def leave_verdict(path: str, sentence: str) -> None:
+def leave_verdict(path: str, verdict: Verdict) -> None:
     """Leave the reason for the run's end for the launcher."""
+    suspect = "" if verdict.suspect is None else verdict.suspect
     with open(path, "r+b") as file:
-        file.write(sentence.encode()[: _PAGE - 1] + b"\0")
+        file.write(f"{suspect}\n{verdict.sentence}".encode()[: _PAGE - 1] + b"\0")
 
 
 def _read(path: str, page: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from llmtrain_data.output import say
 
 from llmtrain.comm.activity import Activity
 from llmtrain.comm.clocks import ClockOffset
-from llmtrain.comm.crash_notes import CRASH_NOTES, Last, leave_verdict, read_note
+from llmtrain.comm.crash_notes import CRASH_NOTES, Last, Verdict, leave_verdict, read_note
 from llmtrain.comm.device import on_this_device
 from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank, queued_by_all
 from llmtrain.errors import EXIT_FAILED, RESUMES
@@ -247,7 +248,7 @@ class Watchdog:
                 where = f" in {last.doing}, after step {last.step}; where that"
             self._condemn(
                 f"nothing has moved for {self._spent(self._still)}{where} may take as long, raise train.timeout",
-                [first] if first else [],
+                [first],
             )
 
     def _connecting_hint(self) -> str:
@@ -274,10 +275,11 @@ class Watchdog:
             # Without the store, ranks cannot agree who reports. The first rank of each machine does.
             # Rank 1 replaces rank 0, because the sentence is about rank 0.
             if self._activity.rank == max(self._activity.rank - int(os.environ.get("LOCAL_RANK", "0")), 1):
-                self._say(
+                sentence = (
                     f"rank 0 on {first.host}, or what keeps the run's store there, has not answered "
                     f"{self._self.host} for {self._spent(silent)}; it was last seen {first.last}"
                 )
+                self._say(Verdict(sentence, 0))
             # A process that is only stopped would outlive the run.
             self._kill([asdict(first.process)])
             os._exit(EXIT_FAILED)
@@ -298,13 +300,16 @@ class Watchdog:
         return f"{rounds * self._pause:.3g} s"
 
     def _condemn(self, sentence: str, gone: Sequence[int]) -> None:
+        """End the run, unless another rank does. gone: the ranks at fault, maybe this one too; the others of them are
+        killed."""
+        verdict = Verdict(sentence, gone[0] if gone else None)
         processes = [asdict(self._heard[rank].process) for rank in gone if rank in self._heard]
-        text = json.dumps({"sentence": sentence, "gone": processes})
+        text = json.dumps(asdict(verdict) | {"gone": processes})
         held = self._store.compare_set(VERDICT, "", text).decode()
         if held == text:
             # Say the reason first: the launcher takes a rank that dies without a reason for the reason, and the others
             # may end as soon as they read the verdict.
-            self._say(sentence)
+            self._say(verdict)
             self._report_in_time(sentence)
             self._kill(processes)
             if self._others:
@@ -313,18 +318,17 @@ class Watchdog:
             os._exit(EXIT_FAILED)
         self._carry_out(json.loads(held))
 
-    def _carry_out(self, verdict: dict[str, object]) -> None:
+    def _carry_out(self, verdict: dict[str, Any]) -> None:
         """Act on another rank's verdict, which that rank has printed."""
         gone, path = verdict["gone"], os.environ.get(CRASH_NOTES)
-        assert isinstance(gone, list)
         if gone and path is not None:
-            leave_verdict(path, str(verdict["sentence"]))
+            leave_verdict(path, Verdict(verdict["sentence"], verdict["suspect"]))
         self._kill(gone)
         self._verdicts_read += 1
         # Without a sentence a rank ended by itself, and the others may be about to do so.
         if verdict["sentence"] or self._activity.lost or self._verdicts_read > LOST_ROUNDS:
             if verdict["sentence"]:
-                self._report_in_time(str(verdict["sentence"]))
+                self._report_in_time(verdict["sentence"])
             os._exit(EXIT_FAILED)
 
     def _report_in_time(self, sentence: str) -> None:
@@ -344,12 +348,12 @@ class Watchdog:
                     if process.create_time() == one["born"]:
                         process.kill()
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, verdict: Verdict) -> None:
         path = os.environ.get(CRASH_NOTES)
         if path is None:
-            say(f"llmtrain: {sentence}; the run stopped; {RESUMES}", err=True)
+            say(f"llmtrain: {verdict.sentence}; the run stopped; {RESUMES}", err=True)
         else:
-            leave_verdict(path, sentence)
+            leave_verdict(path, verdict)
 
 
 def _newest(rank: int, beat: Beat) -> Last:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from llmtrain.comm.crash_notes import CrashNotes, Ending, leave_verdict
+from llmtrain.comm.crash_notes import CrashNotes, Ending, Verdict, leave_verdict
 
 # Seconds between polls of the processes.
 _POLL = 0.05
@@ -25,7 +25,7 @@ class Monitor:
 
     def __init__(self, ranks: int, notes: CrashNotes) -> None:
         self.died: list[int] = []
-        self.verdict = ""
+        self.verdict = Verdict()
         self.killed: set[int] = set()
         self._ranks, self._notes = ranks, notes
         # As process 1 of a container, the launcher adopts what the ranks of an earlier attempt have started.
@@ -57,9 +57,9 @@ class Monitor:
         if not self.died:
             return
         self.verdict = self._notes.verdict
-        if not self.verdict and self._notes.path is not None:
+        if not self.verdict.sentence and self._notes.path is not None:
             # Ranks that wait in a save check for a verdict.
-            leave_verdict(self._notes.path, "a rank died")
+            leave_verdict(self._notes.path, Verdict("a rank died"))
         if self._over.wait(PATIENCE):
             return
         for process in (processes | _by_rank(self._children())).values():
