@@ -1,9 +1,12 @@
 """How long a checkpoint of offloaded states holds up the run: planned from the described rates, and measured."""
 
+import ctypes
+import errno
 import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,3 +196,50 @@ def test_the_end_has_both() -> None:
     assert ("held up by a checkpoint", "-", "250 ms") in [*planned_and_measured(unknown, measured)]
     without = make_plan(*described_run("tiny.yaml", ["offload.optimizer=none", "offload.share=0"], 1))
     assert "save_held_s" not in planned_figures(without)
+
+
+def test_a_save_shows_signs_of_life_until_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a long range, and while a slow disk makes the file durable: the watchdog would take them for a hang."""
+    monkeypatch.setattr(safetensors_file, "_WRITE_BLOCK", 16)
+    monkeypatch.setattr(safetensors_file, "_DURABLE_BLOCK", 256)
+    sync, life, synced = safetensors_file._sync_range, list[str](), list[int]()
+
+    def sync_range(file: int, start: int, nbytes: int) -> None:
+        sync(file, start, nbytes)
+        synced.append(start)
+        life.append("durable")
+
+    monkeypatch.setattr(safetensors_file, "_sync_range", sync_range)
+    path = tmp_path / "file"
+    with safetensors_file.DurableFile(path, lambda: life.append("moved")) as file:
+        file.write(bytes(600))
+    assert life == ["moved"] * 38 + ["durable", "moved"] * 3
+    assert synced == [0, 256, 512]
+
+    unit = UnitSpec("embedding", (TensorSpec(name="embedding.weight", parameter="weight", shape=(4, 2), decay=True),))
+    ranks, moved = Ranks(0, 0, Layout({Axis.DATA: 1}), torch.device("cpu"), Links(None)), list[int]()
+    monkeypatch.setattr(ranks.activity, "moving", lambda: moved.append(1))
+    saves = Checkpointer(tmp_path / "checkpoints", ranks, keep=1, asynchronous=False)
+    saves.save(
+        1,
+        [StateShard(unit, 0, 8, {name: torch.arange(8.0) for name in ("master", "m", "v")})],
+        {},
+        {"recipe": {}, "model": {}},
+    )
+    # 96 bytes, after a header.
+    assert len(moved) > 96 // 16
+
+
+def test_an_error_of_the_disk_in_a_part_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fsync of the end would not repeat it."""
+
+    def broken(*given: Any) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(
+        safetensors_file.ctypes, "CDLL", lambda *given, **options: SimpleNamespace(sync_file_range=broken)
+    )
+    with pytest.raises(OSError, match="file") as error, safetensors_file.DurableFile(tmp_path / "file") as file:
+        file.write(b"data")
+    assert error.value.errno == errno.EIO

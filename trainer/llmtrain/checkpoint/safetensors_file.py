@@ -6,10 +6,12 @@ the final fsync has little left to do. The format is that of the safetensors doc
 length, a JSON header padded with spaces, the tensors back to back.
 """
 
+import ctypes
+import errno
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _WRITE_BLOCK = 16 * 1024**2
+# Bytes that are made durable between two signs of life.
+_DURABLE_BLOCK = 1024**3
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,12 @@ def bytes_of(tensor: "torch.Tensor") -> memoryview:
 class DurableFile:
     """A new file, written front to back; the end of the `with` block makes it durable, except after an error.
 
-    Raises OSError with the path if the disk is full or the folder cannot be written.
+    moved: called whenever a part is written or durable. Raises OSError with the path if the disk is full or the folder
+    cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, moved: Callable[[], None] = lambda: None) -> None:
+        self._path, self._moved = path, moved
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         self._written = self._queued = 0
 
@@ -83,6 +88,10 @@ class DurableFile:
     ) -> None:
         try:
             if kind is None:
+                # On a slow disk, one fsync of everything would look like a hang.
+                for start in range(0, self._written, _DURABLE_BLOCK):
+                    _sync_range(self._fd, start, _DURABLE_BLOCK)
+                    self._moved()
                 os.fsync(self._fd)
         except OSError as failure:
             raise self._named(failure) from failure
@@ -102,6 +111,7 @@ class DurableFile:
                 self._written += count
                 block = block[count:]
                 self._queue()
+                self._moved()
 
     def _queue(self) -> None:
         """Let the kernel begin to write back the data so far, in complete pages, which no later write touches."""
@@ -113,3 +123,15 @@ class DurableFile:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror, str(self._path))
+
+
+def _sync_range(file: int, start: int, nbytes: int) -> None:
+    """Wait until a part of a file's data is on the disk, where the system can. The file still needs an fsync. Raises
+    OSError, which that fsync would not repeat."""
+    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if sync_file_range is None:
+        return
+    wait_before, write, wait_after = 1, 2, 4
+    failed = sync_file_range(file, ctypes.c_int64(start), ctypes.c_int64(nbytes), wait_before | write | wait_after)
+    if failed and (code := ctypes.get_errno()) not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        raise OSError(code, os.strerror(code))

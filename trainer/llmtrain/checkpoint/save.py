@@ -243,18 +243,17 @@ class Checkpointer:
             ranges = list(_ranges(save.shards))
             if not ranges:
                 return _Result()
-            return _Result(write_shard_file(self._partial(save) / name, ranges, self._moving(_contents(save))))
+            path, moved = self._partial(save) / name, self._ranks.activity.moving
+            return _Result(write_shard_file(path, ranges, self._taking(_contents(save)), moved))
         except Exception as error:
             return _Result(failure=f"rank {self._ranks.rank}: {_reason(error)}")
         finally:
             self._taken.set()
             self._ranks.activity.writing = False
 
-    def _moving(self, contents: Iterator[Content]) -> Iterator[Content]:
-        """Yield `contents`, and report progress to the watchdog during a long write."""
-        for content in contents:
-            self._ranks.activity.moving()
-            yield content
+    def _taking(self, contents: Iterator[Content]) -> Iterator[Content]:
+        """Yield `contents`, and note when all are taken."""
+        yield from contents
         # The system has all bytes. The states may change while it makes them durable.
         self._taken.set()
 

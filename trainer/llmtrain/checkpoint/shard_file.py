@@ -1,7 +1,7 @@
 """One rank's shard of a checkpoint: its ranges in one safetensors file, and their entries for the manifest."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -51,14 +51,17 @@ class Content(Protocol):
         """Return some of them."""
 
 
-def write_shard_file(path: Path, ranges: Sequence[Range], contents: Iterable[Content]) -> ShardFile:
+def write_shard_file(
+    path: Path, ranges: Sequence[Range], contents: Iterable[Content], moved: Callable[[], None] = lambda: None
+) -> ShardFile:
     """Write `ranges` into a new file at `path`, and make it durable.
 
-    contents: yields the bytes of each range. Hashes the bytes while it writes them. Raises OSError.
+    contents: yields the bytes of each range. moved: called whenever a part is written or durable. Hashes the bytes
+    while it writes them. Raises OSError.
     """
     header = safetensors_header([r.file_tensor() for r in ranges], {"format": "pt"})
     offset, stored = len(header), []
-    with DurableFile(path) as file:
+    with DurableFile(path, moved) as file:
         file.write(header)
         for held, content in zip(ranges, contents, strict=True):
             digests = []
