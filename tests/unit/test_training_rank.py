@@ -13,6 +13,7 @@ from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.threads import even_cores
+from llmtrain.errors import RunFailedError
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.prepare import check_and_plan
@@ -250,3 +251,19 @@ def test_deterministic_kernels_change_no_bit_on_cpus(
         curves[deterministic] = curve(Path("runs") / f"run-{deterministic}")
     assert len(curves[True]) == 5
     assert curves[True] == curves[False]
+
+
+def test_a_gpu_that_cuda_cannot_use_is_told_in_one_sentence(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nmore")
+
+    monkeypatch.setattr(rank, "gpus", fails)
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(RunFailedError) as found:
+        rank._bound(None)
+    assert str(found.value).startswith("rank 5 on ")
+    assert str(found.value).endswith(
+        " cannot use its GPU: Error 802: system not yet initialized; see llmtrain doctor there"
+    )

@@ -1,8 +1,10 @@
 """What differs between CPUs and GPUs, for code that runs on either."""
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from llmtrain.comm.pinned_memory import host_zeros
 from llmtrain.comm.waits import Done, Event
+from llmtrain.errors import RunFailedError
 
 # The number of glibc's option, as malloc.h has it.
 _M_MMAP_THRESHOLD = -3
@@ -38,7 +41,7 @@ def built_for_amd() -> bool:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that this process sees, in torch's order."""
+    """Return the GPUs that this process sees, in torch's order. Raises RuntimeError if CUDA cannot start."""
     # torch's type stubs lack some of these fields.
     cards: list[Any] = [torch.cuda.get_device_properties(index) for index in range(gpu_count())]
     return [
@@ -50,6 +53,18 @@ def gpus() -> list[Gpu]:
         )
         for card in cards
     ]
+
+
+@contextmanager
+def named_start() -> Iterator[None]:
+    """Raise RunFailedError if CUDA cannot start in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, reason = os.environ.get("RANK", "0"), str(error).partition("\n")[0]
+        raise RunFailedError(
+            f"rank {rank} on {socket.gethostname()} cannot use its GPU: {reason}; see llmtrain doctor there"
+        ) from error
 
 
 def nccl_version() -> str:

@@ -10,7 +10,7 @@ from llmtrain_data.waiting import Waiting
 
 from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.comm.cores import Bound, bind_to_socket
-from llmtrain.comm.device import gpus, take_deterministic_kernels
+from llmtrain.comm.device import gpus, named_start, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, with_watchdog
 from llmtrain.comm.threads import THREADS, even_cores, set_by_user
@@ -93,7 +93,9 @@ def _bound(place: Launched | None) -> Bound | None:
     if place is not None and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return None
     here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
-    return bind_to_socket(here, [gpu.address for gpu in gpus()])
+    with named_start():
+        addresses = [gpu.address for gpu in gpus()]
+    return bind_to_socket(here, addresses)
 
 
 def _take_threads(plan: Plan, share: int, bound: Bound | None) -> int:
