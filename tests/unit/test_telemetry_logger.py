@@ -305,12 +305,13 @@ def test_wandb_reads_its_offline_run_back(
     summary, records = wandb_reads(folder)
     assert summary["config"]["train"]["global_batch"] == 4
     assert summary["config"]["checkpoint"]["async"] is True
-    history = {item["_step"]: item for item in map(_item, records) if item}
-    assert {step: item["loss"] for step, item in history.items() if "loss" in item} == {
+    history = [item for item in map(_item, records) if item]
+    losses = {item["step"]: item for item in history if "loss" in item}
+    assert {step: item["loss"] for step, item in losses.items()} == {
         row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row
     }
-    assert history[8]["comm_bytes.weights.all_gather"] == 1000
-    assert {step: item["validation/loss"] for step, item in history.items() if "validation/loss" in item} == {
+    assert losses[8]["comm_bytes.weights.all_gather"] == 1000
+    assert {item["step"]: item["validation/loss"] for item in history if "validation/loss" in item} == {
         3: 6 / 3,
         7: 6 / 7,
     }
@@ -318,6 +319,19 @@ def test_wandb_reads_its_offline_run_back(
     assert "wandb failed" not in capsys.readouterr().out
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(secret.encode() in path.read_bytes() for path in files)
+
+
+def test_wandb_keeps_the_steps_after_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    warned = list[str]()
+    sink = wandb_sink.WandbSink(tmp_path, mode="offline", project="p", name="n", config={}, warn=warned.append)
+    for step, loss in ((720, 1.0), (510, 2.0)):
+        sink.log(step, {"loss": loss})
+    sink.finish({}, 0)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    _, records = wandb_reads(folder)
+    assert [(item["step"], item["loss"]) for item in map(_item, records) if item] == [(720, 1.0), (510, 2.0)]
+    assert warned == []
 
 
 @contextmanager
@@ -332,7 +346,9 @@ def pretended_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> Iterator[None
 
 
 class _BrokenRun:
-    def log(self, values: dict[str, Any], step: int) -> None:
+    def define_metric(self, name: str, step_metric: str = "") -> None: ...
+
+    def log(self, values: dict[str, Any]) -> None:
         raise RuntimeError("connection lost\nlong story")
 
 
@@ -373,7 +389,9 @@ def test_a_resumed_run_stays_the_same_wandb_run(tmp_path: Path, monkeypatch: pyt
         def __init__(self) -> None:
             self.summary: dict[str, Any] = {}
 
-        def log(self, values: dict[str, Any], step: int) -> None: ...
+        def define_metric(self, name: str, step_metric: str = "") -> None: ...
+
+        def log(self, values: dict[str, Any]) -> None: ...
 
         def finish(self, exit_code: int) -> None:
             seen[-1]["exit_code"] = exit_code

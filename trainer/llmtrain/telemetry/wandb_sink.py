@@ -90,7 +90,8 @@ class WandbSink:
         try:
             run = _open(run_dir, arguments)
             while isinstance(message := self._queue.get(), _Log):
-                run.log(_finite(message.values), step=message.step)
+                # Without wandb's own step, which may only grow: after a rewind, steps come again.
+                run.log({"step": message.step, **_finite(message.values)})
             run.summary.update(_finite(message.summary))
             run.finish(exit_code=message.exit_code)
         except BaseException as error:
@@ -116,7 +117,10 @@ def _open(run_dir: Path, arguments: dict[str, Any]) -> Any:
     )
     # init applies `silent` only after the login, which would ask for a key at the terminal.
     wandb.setup(settings)
-    return wandb.init(id=_run_id(run_dir / "wandb"), resume="allow", dir=run_dir, settings=settings, **arguments)
+    run = wandb.init(id=_run_id(run_dir / "wandb"), resume="allow", dir=run_dir, settings=settings, **arguments)
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _run_id(folder: Path) -> str:
