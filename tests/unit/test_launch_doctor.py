@@ -145,3 +145,25 @@ def test_products_have_fixed_workspaces_where_the_run_is_deterministic(
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     set_gpu_variables(1, deterministic)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_gpu_that_cuda_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts it, and CUDA does not start, as where the fabric manager is missing."""
+
+    def fails() -> None:
+        raise RuntimeError("Error 802: system not yet initialized\nmore")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fails)
+    found = doctor._devices(True)
+    assert (found.state, found.detail) == ("broken", "CUDA cannot start: Error 802: system not yet initialized")
+
+
+def test_gpus_of_the_driver_that_torch_does_not_find_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that was started without them, which has no nvidia-smi."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor, "has_nvidia_gpus", lambda: True)
+    assert doctor._devices(True).state == "wrong"
+    monkeypatch.setattr(doctor, "has_nvidia_gpus", lambda: False)
+    assert doctor._devices(True).state == "absent"

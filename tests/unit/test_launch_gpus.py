@@ -88,8 +88,30 @@ def test_gpus_without_a_rank_are_told(here: int, said: str | None) -> None:
         ({"SLURM_GPUS_ON_NODE": "0"}, False),
     ],
 )
-def test_gpus_of_a_job_that_torch_does_not_find(environment: dict[str, str], said: bool) -> None:
+def test_gpus_of_a_job_that_torch_does_not_find(
+    environment: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "has_nvidia_gpus", lambda: False)
     assert ("finds none; see what llmtrain doctor says" in str(gpus.unseen_gpus(environment))) is said
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, True),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, True),
+        # The user hides them.
+        ({"CUDA_VISIBLE_DEVICES": ""}, False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, False),
+        # The job has asked for none.
+        ({"SLURM_JOB_ID": "7"}, False),
+    ],
+)
+def test_gpus_of_a_machine_that_torch_does_not_find(
+    environment: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "has_nvidia_gpus", lambda: True)
+    assert ("this machine has GPUs, and torch" in str(gpus.unseen_gpus(environment))) is said
 
 
 def test_triton_needs_a_compiler_and_a_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from llmtrain_data import units
 
 from llmtrain.cluster.control_groups import cpu_quota
 from llmtrain.cluster.memory import machine_memory
-from llmtrain.launch.gpus import ALLOCATOR, gpu_variables, other_variables, triton_problem
+from llmtrain.launch.gpus import ALLOCATOR, gpu_variables, has_nvidia_gpus, other_variables, triton_problem
 
 State = Literal["ok", "absent", "wrong", "broken"]
 GIB = 2**30
@@ -79,7 +79,13 @@ def _torch() -> Iterator[Finding]:
 def _devices(built_for_gpu: bool) -> Finding:
     from llmtrain.comm.device import gpus
 
-    if cards := gpus():
+    try:
+        cards = gpus()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        advice = "update the driver, or start nvidia-fabricmanager on a machine with NVSwitch; nvidia-smi shows more"
+        return Finding("gpu", "broken", f"CUDA cannot start: {reason}", advice)
+    if cards:
         return Finding("gpu", "ok", ", ".join(f"{card.name} ({units.size(card.memory)})" for card in cards))
     driver = next((tool for tool in ("nvidia-smi", "rocm-smi") if shutil.which(tool)), None)
     if driver and not built_for_gpu:
@@ -87,6 +93,9 @@ def _devices(built_for_gpu: bool) -> Finding:
         return Finding("gpu", "wrong", f"{driver} is here, but torch is a CPU build", advice)
     if driver:
         return Finding("gpu", "wrong", f"{driver} is here, but torch finds no GPU", f"see what `{driver}` says")
+    if has_nvidia_gpus():
+        advice = "start the container with --gpus all, or see what nvidia-smi says outside of it"
+        return Finding("gpu", "wrong", "NVIDIA's driver has GPUs, but torch finds none", advice)
     return Finding("gpu", "absent", "training runs on the CPU")
 
 

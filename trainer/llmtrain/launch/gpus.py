@@ -60,15 +60,25 @@ def idle_gpus(gpus: int, place: Launched) -> str | None:
 
 
 def unseen_gpus(environment: Mapping[str, str]) -> str | None:
-    """Return an error if Slurm has given this process GPUs, none of which torch sees, else None. Call it where torch
-    sees none."""
-    given = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_GPUS_ON_NODE") or "0"
-    if given == "0" or not environment.get("CUDA_VISIBLE_DEVICES", given):
+    """Return an error if Slurm has given this process GPUs, or if this machine has some outside of Slurm, none of which
+    torch sees; else None. Call it where torch sees none."""
+    if environment.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return None
+    if (environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_GPUS_ON_NODE") or "0") != "0":
+        who = "Slurm has given this job GPUs"
+    elif "SLURM_JOB_ID" not in environment and has_nvidia_gpus():
+        who = "this machine has GPUs"
+    else:
         return None
     return (
-        f"Slurm has given this job GPUs, and torch {version('torch')} finds none; see what llmtrain doctor says there, "
-        "or train on processors with --force"
+        f"{who}, and torch {version('torch')} finds none; see what llmtrain doctor says there, or train on processors "
+        "with --force"
     )
+
+
+def has_nvidia_gpus() -> bool:
+    """Return whether NVIDIA's driver knows GPUs of this machine; a container may lack them (docker run --gpus all)."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_variables(world: int, deterministic: bool = False) -> dict[str, str]:
