@@ -78,6 +78,16 @@ def test_nccl_that_fails_as_it_connects_is_told(error: str, why: str) -> None:
     assert "\n" not in str(found.value)
 
 
+def test_gloo_that_fails_as_it_connects_is_told() -> None:
+    error = "[enforce fail at /torch/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: hsn0"
+    with pytest.raises(RunFailedError) as found, _named_failure(1):
+        raise RuntimeError(error)
+    assert str(found.value).startswith("gloo failed on rank 1 on ")
+    assert " as it connected: ifa != nullptr. Unable to find address for: hsn0; GLOO_SOCKET_IFNAME" in str(found.value)
+    with pytest.raises(RuntimeError, match="a mistake"), _named_failure(1):
+        raise RuntimeError("a mistake")
+
+
 def test_the_loss_of_another_rank_is_left_to_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     said, asked = ended(dist.DistBackendError(GONE), monkeypatch)
     assert "lost contact with another rank" in said

@@ -1,6 +1,7 @@
 """This process's rank, its device and what connects it to the other ranks of the run."""
 
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from llmtrain.comm.attempt import of_this_start
 from llmtrain.comm.backend import collectives_of
 from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
-from llmtrain.comm.device import device_of, to_device, to_host
+from llmtrain.comm.device import device_of, named_start, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import ALWAYS, gloo_over, group_options
 from llmtrain.comm.nccl_failure import nccl_failure
@@ -203,7 +204,8 @@ def connect(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_of(local_rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        with named_start():
+            torch.cuda.set_device(device)
     if layout.world == 1:
         return Ranks(0, 0, layout, device)
     store, own, rank = _meet(timeout)
@@ -256,7 +258,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, dist.Store, int]:
 
 @contextmanager
 def _named_failure(rank: int) -> Iterator[None]:
-    """Raise RunFailedError if NCCL fails in the block."""
+    """Raise RunFailedError if NCCL or gloo fails in the block."""
     try:
         yield
     except dist.DistBackendError as error:
@@ -264,6 +266,15 @@ def _named_failure(rank: int) -> Iterator[None]:
         raise RunFailedError(
             f"NCCL failed on rank {rank} on {socket.gethostname()} as it connected: {why}; "
             "NCCL_DEBUG=INFO shows more. Containers need --ipc=host or a large --shm-size"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error):
+            raise
+        # Without the line of its source.
+        why = re.sub(r"\[[^]]*:\d+\] ", "", str(error).partition("\n")[0])
+        raise RunFailedError(
+            f"gloo failed on rank {rank} on {socket.gethostname()} as it connected: {why}; GLOO_SOCKET_IFNAME sets the "
+            "network interface that it takes"
         ) from error
 
 
