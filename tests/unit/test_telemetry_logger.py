@@ -321,19 +321,6 @@ def test_wandb_reads_its_offline_run_back(
     assert not any(secret.encode() in path.read_bytes() for path in files)
 
 
-def test_wandb_keeps_the_steps_after_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    warned = list[str]()
-    sink = wandb_sink.WandbSink(tmp_path, mode="offline", project="p", name="n", config={}, warn=warned.append)
-    for step, loss in ((720, 1.0), (510, 2.0)):
-        sink.log(step, {"loss": loss})
-    sink.finish({}, 0)
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    _, records = wandb_reads(folder)
-    assert [(item["step"], item["loss"]) for item in map(_item, records) if item] == [(720, 1.0), (510, 2.0)]
-    assert warned == []
-
-
 @contextmanager
 def pretended_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> Iterator[None]:
     module = types.ModuleType("wandb")
