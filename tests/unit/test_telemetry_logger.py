@@ -307,14 +307,11 @@ def test_wandb_reads_its_offline_run_back(
     assert summary["config"]["checkpoint"]["async"] is True
     history = [item for item in map(_item, records) if item]
     losses = {item["step"]: item for item in history if "loss" in item}
-    assert {step: item["loss"] for step, item in losses.items()} == {
-        row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row
-    }
+    logged = {row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row}
+    assert {step: item["loss"] for step, item in losses.items()} == logged
     assert losses[8]["comm_bytes.weights.all_gather"] == 1000
-    assert {item["step"]: item["validation/loss"] for item in history if "validation/loss" in item} == {
-        3: 6 / 3,
-        7: 6 / 7,
-    }
+    validations = {item["step"]: item["validation/loss"] for item in history if "validation/loss" in item}
+    assert validations == {3: 6 / 3, 7: 6 / 7}
     assert summary["summary"]["outcome"] == "finished"
     assert "wandb failed" not in capsys.readouterr().out
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
