@@ -234,7 +234,9 @@ def test_the_start_refuses_another_model_itself(train: Train, folder: Path) -> N
     assert not (folder / "runs/tuned/metrics.jsonl").exists()
 
 
-def test_longer_sequences_with_other_frequencies(train: Train, folder: Path) -> None:
+def test_longer_sequences_with_other_frequencies(
+    train: Train, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A run with weights alone may have other frequencies of RoPE; one that continues may not."""
     llama = ("model.family=llama", "train.steps=4")
     scaled = "model.rope_scaling={factor: 4, original_positions: 16}"
@@ -242,6 +244,12 @@ def test_longer_sequences_with_other_frequencies(train: Train, folder: Path) -> 
     train("name=short", *llama, "model.positions=16")
     tuned = train("name=long", *llama, f"checkpoint.weights={folder}/runs/short", *longer, SAVED)
     assert [row["step"] for row in steps_of(tuned)] == [1, 2, 3, 4]
+    # The recipe may also just have left the keys out, so each that differs is named.
+    short, said = f"in {folder}/runs/short/checkpoints/step-00000004", capsys.readouterr().out
+    said = " ".join(said.split())
+    assert f"model.positions is 32, and 16 {short}" in said
+    assert f"model.rope_theta is 1000000.0, and 10000.0 {short}; set it to that unless the run is to change it" in said
+    assert f'"low_freq_factor": 1.0, "high_freq_factor": 4.0}}, and null {short}' in said
     first = states(folder / "runs/long/checkpoints/step-00000000", "master")
     given = states(folder / "runs/short/checkpoints/step-00000004", "master")
     assert all(torch.equal(values, given[name]) for name, values in first.items())
@@ -249,6 +257,20 @@ def test_longer_sequences_with_other_frequencies(train: Train, folder: Path) -> 
         train("name=next", *llama, f"checkpoint.resume={folder}/runs/short", *longer)
     with pytest.raises(BadInputError, match=r"model\.hidden is 64 in the recipe but 32 in"):
         train("name=wide", *llama, f"checkpoint.weights={folder}/runs/short", *longer, "model.hidden=64")
+
+
+def test_what_differs_is_named_before_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ["tiny.yaml", "name=tuned", f"checkpoint.weights={folder}/runs/base", "model.dropout=0.1"]
+    said = f"model.dropout is 0.1, and 0.0 in {folder}/runs/base/checkpoints/step-00000008; set it to that unless"
+    for command in (["plan", *words], ["run", *words, "--nproc", "1", "--dry-run"]):
+        assert main(command) == 0
+        assert said in " ".join(capsys.readouterr().out.split())
+    (folder / "site.yaml").write_text("ranks_per_node: 1")
+    job = plan_job("tiny.yaml", [*words[1:], "parallel.data=1"], load_site(folder / "site.yaml"), None)
+    assert any(remark.startswith(said) for remark in job.remarks)
 
 
 def test_a_plan_says_that_the_weights_are_elsewhere(

@@ -78,17 +78,17 @@ def check_start(saving: Checkpointing, own: Path) -> None:
     _checkpoints_of_origin(saving, own)
 
 
-def check_origin(plan: Plan) -> None:
-    """Check that a run's model is that of the other run that it starts from, if that is on this machine. Reads
-    manifests only. Raises BadInputError."""
+def check_origin(plan: Plan) -> list[str]:
+    """Check that a run's model is that of the other run that it starts from, if that is on this machine; return
+    sentences about what differs, as `check_model` does. Reads manifests only. Raises BadInputError."""
     saving, own = plan.checkpoint, Path(plan.logging.dir, plan.name, "checkpoints")
     if saving.origin is None or not saving.origin.folder.is_dir():
-        return
+        return []
     for folder in _checkpoints_of_origin(saving, own):
         # The run skips a damaged checkpoint, and says so.
         with suppress(DamagedError):
-            check_model(folder, read_manifest(folder), plan.model, saving.origin.alone)
-            return
+            return check_model(folder, read_manifest(folder), plan.model, saving.origin.alone)
+    return []
 
 
 def _checkpoints_of_origin(saving: Checkpointing, own: Path) -> list[Path]:

@@ -32,17 +32,17 @@ def load_latest(
     """Fill `shards` from the newest sound checkpoint; return its progress, or None if there is no checkpoint.
 
     path: the folder of a run, its checkpoints, or one checkpoint. warn: called on every rank with a sentence for each
-    damaged checkpoint, which is skipped. model: see `load`. wanted: returns whether a step's checkpoint may be loaded;
-    None: all may. Collective. Raises RunFailedError if there are checkpoints but none is sound, UnreachableError on all
-    ranks if one of them cannot read a checkpoint that may be sound, BadInputError if a sound one holds another model
-    than `shards`.
+    damaged checkpoint, which is skipped, and with those of `check_model`. model: the recipe's, which it compares with
+    the checkpoint's. wanted: returns whether a step's checkpoint may be loaded; None: all may. Collective. Raises
+    RunFailedError if there are checkpoints but none is sound, UnreachableError on all ranks if one of them cannot read
+    a checkpoint that may be sound, BadInputError if a sound one holds another model than `shards`.
     """
     messages = StoreMessages(ranks, "load")
     folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
     for folder in folders:
         ranks.activity.begin(f"loading the checkpoint {folder.name}")
         try:
-            return _load(folder, shards, ranks, messages, model)
+            return _load(folder, shards, ranks, messages, model, warn)
         except DamagedError as error:
             warn(f"skipped the checkpoint {folder}: {error}")
     if folders:
@@ -50,18 +50,15 @@ def load_latest(
     return None
 
 
-def load(
-    folder: Path, shards: Sequence[StateRange], ranks: Ranks, model: GPTConfig | None = None
-) -> dict[str, JsonValue]:
+def load(folder: Path, shards: Sequence[StateRange], ranks: Ranks) -> dict[str, JsonValue]:
     """Fill the states of `shards` in place from the checkpoint in `folder`; return its progress. Collective.
 
-    model: the recipe's model, which `check_model` compares with the checkpoint's. A checkpoint of step 0 may lack
-    optimizer states, which are then zeroed. After an error the states are undefined.
+    A checkpoint of step 0 may lack optimizer states, which are then zeroed. After an error the states are undefined.
     Raises RunFailedError if the checkpoint is damaged, UnreachableError if it cannot be read, BadInputError if it holds
     another model than `shards`.
     """
     try:
-        return _load(folder, shards, ranks, StoreMessages(ranks, "load"), model)
+        return _load(folder, shards, ranks, StoreMessages(ranks, "load"))
     except DamagedError as error:
         raise failure_of(folder, error) from error
 
@@ -91,14 +88,15 @@ def _sentence(ranks: Ranks, what: str, error: OSError) -> str:
 
 
 def _load(
-    folder: Path, shards: Sequence[StateRange], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None
-) -> dict[str, JsonValue]:
+    folder: Path, shards: Sequence[StateRange], ranks: Ranks, messages: StoreMessages, model: GPTConfig | None = None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> dict[str, JsonValue]:  # fmt: skip
     """Load on every rank; if any rank has an error, raise the same error on all."""
     messages.begin()
     progress: dict[str, JsonValue] = {}
     failure: UnreachableError | DamagedError | BadInputError | None = None
     try:
-        progress = _fill(folder, shards, model, ranks.activity.moving)
+        progress = _fill(folder, shards, model, warn, ranks.activity.moving)
     except (DamagedError, BadInputError) as error:
         failure = error
     except OSError as error:
@@ -115,12 +113,14 @@ def _load(
 
 
 def _fill(
-    folder: Path, shards: Sequence[StateRange], model: GPTConfig | None, moving: Callable[[float], None]
-) -> dict[str, JsonValue]:
+    folder: Path, shards: Sequence[StateRange], model: GPTConfig | None, warn: Callable[[str], None],
+    moving: Callable[[float], None],
+) -> dict[str, JsonValue]:  # fmt: skip
     with CheckpointReader(folder) as reader:
         if model is not None:
             weights_alone = all(shard.names == ("master",) for shard in shards)
-            check_model(folder, reader.manifest, model, weights_alone)
+            for sentence in check_model(folder, reader.manifest, model, weights_alone):
+                warn(sentence)
         for shard in shards:
             _check_fits(reader, shard)
         done, total = 0, sum(len(shard.names) * (shard.end - shard.start) for shard in shards)

@@ -5,6 +5,7 @@ A manifest is untrusted: it must not name a path outside the folder, and no memo
 states.
 """
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -116,17 +117,28 @@ def model_of(manifest: Manifest) -> GPTConfig:
     return config
 
 
-def check_model(folder: Path, manifest: Manifest, model: GPTConfig, weights_alone: bool = False) -> None:
+def check_model(folder: Path, manifest: Manifest, model: GPTConfig, weights_alone: bool = False) -> list[str]:
     """Raise BadInputError unless `model` is that of the checkpoint in `folder`, except for keys that `may_differ`;
-    DamagedError as `model_of` does."""
+    DamagedError as `model_of` does.
+
+    Return a sentence for each key that differs, for a run that takes the weights alone: its recipe may just leave the
+    key out, and weights that were trained with other frequencies of RoPE are worth less.
+    """
     saved, wanted = asdict(model_of(manifest)), asdict(model)
     free = may_differ(model.family, weights_alone)
-    for key in wanted:
-        if key not in free and saved[key] != wanted[key]:
+    differing = [key for key in wanted if saved[key] != wanted[key]]
+    for key in differing:
+        if key not in free:
             raise BadInputError(
                 f"model.{key} is {wanted[key]} in the recipe but {saved[key]} in the checkpoint "
                 f"{folder}; make the recipe's model the same"
             )
+    return [
+        f"model.{key} is {json.dumps(wanted[key])}, and {json.dumps(saved[key])} in {folder}; set it to that unless "
+        "the run is to change it"
+        for key in differing
+        if weights_alone
+    ]
 
 
 @cache

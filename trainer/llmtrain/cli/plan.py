@@ -1,5 +1,6 @@
 """`llmtrain plan`: what a run will take, before it starts."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ def plan(
     if png is not None and png.suffix.lower() != ".png":
         raise BadInputError(f"--png is {png}; name a file that ends in .png")
     view = view_recipe(recipe, overrides or [], ranks)
-    check_origin(view.plan)
+    view = replace(view, advice=[*check_origin(view.plan), *view.advice])
     ordered = None if program is None else InOrder.of(view.plan, program)
     if png is not None:
         # matplotlib takes long to import.

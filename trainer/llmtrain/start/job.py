@@ -59,10 +59,11 @@ def plan_job(
     allocation = _allocation(recipe, site, nodes)
     check_world(allocation.ranks)
     plan = None
+    remarks = list[str]()
     if site.container is None:
         check_recipe(recipe, folders_above(name))
         plan = _checked_plan(recipe, named_facts(recipe, _facts(recipe, allocation)), force)
-        check_origin(plan)
+        remarks = check_origin(plan)
     elif recipe.model.hf is None and (recipe.data.tokenizer is None or recipe.model.vocab not in (None, "auto")):
         # The container has the files; without them, the model's shape is still known.
         check_given(recipe)
@@ -79,7 +80,6 @@ def plan_job(
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
     series = Chain(chain) if array is None else Array(array)
     remark = None if plan is None else _short_margin(plan, site.margin)
-    remarks = () if remark is None else (remark,)
     return BatchJob(
         name=recipe.name,
         folder=folder,
@@ -88,7 +88,7 @@ def plan_job(
         recipe=submitted,
         series=series,
         restarts=recipe.train.max_restarts,
-        remarks=remarks,
+        remarks=(*remarks, *filter(None, [remark])),
     )
 
 

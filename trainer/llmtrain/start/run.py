@@ -79,9 +79,8 @@ def start(
     facts = _facts(place, nproc, gpus, described=recipe.cluster != "auto")
     with _reported_once(place):
         plan = check_and_plan(recipe, facts)
-        if place is None:
-            # Ranks that a launcher has started compare when they load: a manifest may have hundreds of MB.
-            check_origin(plan)
+        # Ranks that a launcher has started compare when they load: a manifest may have hundreds of MB.
+        differences = check_origin(plan) if place is None else []
     named = named_facts(recipe, facts)
     too_large = None if force else refusal(recipe, named, plan)
     too_much = None if force else machine_refusal(recipe, named, plan)
@@ -91,9 +90,8 @@ def start(
     problems = [*mine, *(problem for problem in (too_small, too_large, too_much, volumes) if problem)]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        print_plan(
-            plan, summary, [*advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems], as_json
-        )
+        told = [*differences, *advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems]
+        print_plan(plan, summary, told, as_json)
         return
     check_gpus(gpus, place, facts.world)
     for remark in _remarks(place, gpus):
