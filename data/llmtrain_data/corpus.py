@@ -1,6 +1,7 @@
 """Corpora: the inputs of data preparation, read as a stream of chunks in constant memory."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     for path in _matching(root, options.glob):
         if path.is_dir():
             continue
-        if any(part.startswith(".") for part in path.relative_to(root).parts):
+        if _is_hidden(path, root):
             left_out.add(path, "hidden")
         elif not path.is_file():
             left_out.add(path, "not regular")
@@ -153,9 +154,33 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
 def _matching(root: Path, glob: str) -> list[Path]:
     """Return the paths in a folder, at any depth, whose names match a pattern. Raises DataError for a bad pattern."""
     try:
-        return list(root.rglob(glob))
+        return list(dict.fromkeys(path for folder in _subfolders(root) for path in folder.glob(glob)))
     except (NotImplementedError, ValueError) as error:
         raise DataError(f"--glob is {glob!r} ({reason(error)}); expected a pattern of names, such as '*.py'") from error
+
+
+def _subfolders(root: Path) -> Iterator[Path]:
+    """Yield a folder and those in it, at any depth, each once: first those that no link leads to. Raises DataError for
+    one that cannot be listed, unless it is hidden."""
+
+    def fail(error: OSError) -> None:
+        if not _is_hidden(Path(error.filename), root):
+            raise DataError(f"{error.filename} cannot be read: {reason(error)}; allow it, or move it elsewhere")
+
+    seen, left = set[str](), [root]
+    while left:
+        for parent, names, _ in os.walk(left.pop(0), onerror=fail):
+            if (real := os.path.realpath(parent)) in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            yield Path(parent)
+            names.sort()
+            left += [path for name in names if (path := Path(parent, name)).is_symlink()]
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path]:

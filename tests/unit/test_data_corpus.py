@@ -1,5 +1,6 @@
 """Corpora of every kind give their documents, and errors name the place."""
 
+import errno
 import gzip
 import json
 import os
@@ -224,6 +225,43 @@ def test_a_folder_gives_one_document_a_file_in_a_fixed_shuffled_order(tmp_path: 
     assert documents(tmp_path / "elsewhere", glob="*.py") == shuffled
     ordered = documents(tmp_path / "elsewhere", shuffle=False)
     assert ordered == [*names[0::3], *names[1::3], *names[2::3], "caf\ufffd", "from jsonl"]
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    root, other = tmp_path / "in", tmp_path / "other"
+    for folder in (root / "b" / "deep", other):
+        folder.mkdir(parents=True)
+    for path in (root / "one.txt", root / "b" / "deep" / "two.txt", other / "three.txt"):
+        path.write_text(path.stem)
+    without = documents(root)
+    (root / "b" / "deep" / "round").symlink_to(root)
+    (root / "a").symlink_to(root / "b")
+    assert documents(root) == without
+    (root / "b" / "out").symlink_to(other)
+    (root / "d").symlink_to(other)
+    assert sorted(documents(root)) == ["one", "three", "two"]
+    assert documents(root, glob="out/*.txt") == ["three"]
+    (tmp_path / "to_in").symlink_to(root)
+    assert documents(tmp_path / "to_in") == documents(root)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("shut", ".hidden"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    scan, shut = os.scandir, {str(tmp_path / ".hidden")}
+
+    def refusing(path: str | Path) -> object:
+        if str(path) in shut:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert sorted(documents(tmp_path)) == ["a", "b"]
+    shut.add(str(tmp_path / "shut"))
+    with pytest.raises(DataError, match="shut cannot be read: Permission denied; allow it, or move it elsewhere"):
+        documents(tmp_path)
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
