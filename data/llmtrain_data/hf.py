@@ -58,8 +58,13 @@ def _open(name: str, split: str) -> Any:
     with _data_errors(name, split, "opened"):
         if any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+            if isinstance(saved, datasets.DatasetDict):
+                _expect_split(split, list(saved))
+                return saved[split]
+            _expect_split(split, sorted({"train", str(saved.split or "train")}))
+            return saved
         if path.is_file() and path.suffix in HF_FILES:
+            _expect_split(split, ["train"])
             kind = HF_FILES[path.suffix]
             # Texts such as "NA" and "null" are texts.
             extra: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
@@ -67,6 +72,11 @@ def _open(name: str, split: str) -> Any:
             return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
         base, _, config = (name, "", "") if path.exists() else name.partition(":")
         return datasets.load_dataset(base, config or None, split=split, streaming=True)
+
+
+def _expect_split(split: str, splits: list[str]) -> None:
+    if split not in splits:
+        raise ValueError(f"it has no such split, only {few(splits)}; choose one with --dataset-split")
 
 
 @contextmanager

@@ -279,7 +279,13 @@ def test_what_datasets_opens(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "saved"))
     assert documents(tmp_path / "saved") == TEXTS
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "valid")}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "splits"))
+    assert documents(tmp_path / "splits", split="valid") == ["valid"]
     (tmp_path / "a.csv").write_text('text,n\n"one, two",1\nthree,2\n')
+    for name, only in {"saved": "train", "splits": "train, valid", "a.csv": "train"}.items():
+        with pytest.raises(DataError, match=rf"split test\) .* it has no such split, only {only}; choose"):
+            documents(tmp_path / name, split="test")
     assert documents(tmp_path / "a.csv") == ["one, two", "three"]
     (tmp_path / "c.csv").write_text("text,n\nNA,1\nnull,2\n,3\n007,4\n")
     assert documents(tmp_path / "c.csv") == ["NA", "null", "", "007"]
