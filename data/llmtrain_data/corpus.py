@@ -3,6 +3,7 @@
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,11 +48,9 @@ class FileCorpus:
     def _kind(self, path: Path) -> str:
         from llmtrain_data import readers
 
-        if self.options.input_format != "auto":
-            return self.options.input_format
-        kind = _kind_by_name(path, alone=not self.whole_files)
-        if kind == "text" and _suffix(path) == ".json" and readers.begins_with_record(path, self.options.text_key):
-            return "jsonl"
+        kind = _kind_by_name(path, self.options, alone=not self.whole_files)
+        if kind == "json":
+            return "jsonl" if readers.begins_with_record(path, self.options.text_key) else "text"
         return kind
 
 
@@ -109,7 +108,7 @@ def open_corpus(source: str, options: CorpusOptions) -> Corpus:
     if not (path.is_file() or path.is_dir()):
         raise DataError(f"input {source} is not a regular file; expected a file, a folder, hf:NAME or stdlib")
     if path.is_file():
-        corpus = FileCorpus([path], options, False, f"{path.name} ({_kind_by_name(path, alone=True)})")
+        corpus = FileCorpus([path], options, False, f"{path.name} ({_kind_by_name(path, options, alone=True)})")
     else:
         corpus = _folder(path, options)
     if corpus.total == 0:
@@ -147,7 +146,9 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     order = "in a fixed shuffled order" if options.shuffle else "by name"
     # With the files that are left out, of which the lines at the end tell: the counts add up.
     found = len(files) + left_out.count()
-    description = f"{found} files {order}" if len(files) > 1 else files[0].name
+    kinds = Counter(sorted(_kind_by_name(path, options, alone=False) for path in files))
+    shares = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    description = f"{found} files {order} ({shares})" if len(files) > 1 else files[0].name
     return FileCorpus(_ordered(files, root, options), options, True, description, left_out=left_out)
 
 
@@ -195,19 +196,21 @@ def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path
     return sorted(files, key=names.__getitem__)
 
 
-def _kind_by_name(path: Path, alone: bool) -> str:
-    """Return the reader for a file. A `.json` file holds records if it is the input itself, mostly text inside a
-    folder."""
-    suffix = _suffix(path)
-    if alone and suffix == ".json":
-        return "jsonl"
+def _kind_by_name(path: Path, options: CorpusOptions, alone: bool) -> str:
+    """Return the reader for a file; `json` if its first line decides. A `.json` file holds records if it is the input
+    itself, mostly text inside a folder. Raises DataError for a table, which only `datasets` reads, by itself."""
+    if options.input_format != "auto":
+        return options.input_format
+    suffix = (Path(path.stem) if path.suffix.lower() in COMPRESSION else path).suffix.lower()
+    if suffix in HF_FILES:
+        raise DataError(
+            f"input {path} is a table, which must be the only input and not compressed; give it so, convert it to JSON "
+            "lines or Parquet, or take it as text with --input-format text"
+        )
+    if suffix == ".json":
+        return "jsonl" if alone else "json"
     return RECORDS.get(suffix, "text")
 
 
-def _suffix(path: Path) -> str:
-    """Return the suffix of a file's name without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
-
-
 def _is_hf_file(path: Path, options: CorpusOptions) -> bool:
-    return options.input_format == "auto" and path.suffix in HF_FILES
+    return options.input_format == "auto" and path.suffix.lower() in HF_FILES

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from llmtrain_data.errors import DataError
 
 INPUT_FORMATS = ("auto", "text", "jsonl", "parquet", "hf")
-RECORDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+RECORDS = {".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 HF_FILES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 

@@ -63,12 +63,13 @@ def _open(name: str, split: str) -> Any:
                 return saved[split]
             _expect_split(split, sorted({"train", str(saved.split or "train")}))
             return saved
-        if path.is_file() and path.suffix in HF_FILES:
+        suffix = path.suffix.lower()
+        if path.is_file() and suffix in HF_FILES:
             _expect_split(split, ["train"])
-            kind = HF_FILES[path.suffix]
+            kind = HF_FILES[suffix]
             # Texts such as "NA" and "null" are texts.
             extra: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
-            extra |= {"sep": "\t"} if path.suffix == ".tsv" else {}
+            extra |= {"sep": "\t"} if suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
         base, _, config = (name, "", "") if path.exists() else name.partition(":")
         return datasets.load_dataset(base, config or None, split=split, streaming=True)

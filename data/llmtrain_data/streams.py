@@ -172,7 +172,7 @@ def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """
     from llmtrain_data.corpus_options import COMPRESSION
 
-    stream, kind = file, COMPRESSION.get(path.suffix)
+    stream, kind = file, COMPRESSION.get(path.suffix.lower())
     if kind is not None:
         import pyarrow as pa
 

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -197,6 +198,30 @@ def test_text_alone_is_cut_at_line_ends_without_loss(tmp_path: Path, monkeypatch
     assert all(piece.endswith("\n") for piece in pieces[:-8])
 
 
+def test_names_in_capitals_and_other_names_of_json_lines(tmp_path: Path) -> None:
+    for name in ("A.JSONL", "b.jsonlines", "C.JSONL.GZ"):
+        (tmp_path / name).write_bytes(gzip.compress(jsonl([name])) if name.endswith("GZ") else jsonl([name]))
+        assert documents(tmp_path / name) == [name]
+    (tmp_path / "d.txt").write_text("d.txt")
+    (tmp_path / "e.json").write_bytes(jsonl(["e.json"]))
+    assert sorted(documents(tmp_path)) == ["A.JSONL", "C.JSONL.GZ", "b.jsonlines", "d.txt", "e.json"]
+    said = open_corpus(str(tmp_path), CorpusOptions()).description
+    assert said == "5 files in a fixed shuffled order (3 jsonl, 1 json, 1 text)"
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "in/a.tsv", "in/A.CSV.zst"])
+def test_a_table_that_datasets_does_not_open_is_refused(tmp_path: Path, name: str) -> None:
+    """It would become text, with its commas and other columns."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"id,text\n1,one\n" if path.suffix == ".tsv" else gzip.compress(b"id,text\n1,one\n"))
+    source = path if path.parent == tmp_path else path.parent
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))} is a table, which must be the only input and not"):
+        documents(source)
+    if path.suffix != ".zst":
+        assert documents(source, input_format="text") == ["id,text\n1,one\n"]
+
+
 @pytest.mark.parametrize("chunk", [4, 1 << 20])
 def test_text_with_a_separator(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "CHUNK", chunk)
@@ -282,6 +307,8 @@ def test_what_datasets_opens(tmp_path: Path) -> None:
     splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "valid")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "splits"))
     assert documents(tmp_path / "splits", split="valid") == ["valid"]
+    (tmp_path / "A.CSV").write_text('text,n\n"one, two",1\n')
+    assert documents(tmp_path / "A.CSV") == ["one, two"]
     (tmp_path / "a.csv").write_text('text,n\n"one, two",1\nthree,2\n')
     for name, only in {"saved": "train", "splits": "train, valid", "a.csv": "train"}.items():
         with pytest.raises(DataError, match=rf"split test\) .* it has no such split, only {only}; choose"):

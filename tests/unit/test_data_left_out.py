@@ -36,7 +36,7 @@ def test_files_that_are_left_out_are_told_with_the_reason(
     assert main(["data", "prepare", str(texts), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "set")]) == 0
     lines = capsys.readouterr().out.splitlines()
     # 38 files, of which 5, 1, 1 and 1 are left out.
-    assert "input      38 files in a fixed shuffled order" in lines
+    assert "input      38 files in a fixed shuffled order (35 text)" in lines
     assert "documents  30" in lines
     said = [line for line in lines if line.startswith("left out")]
     text = r"5 files, not UTF-8 text \(binary, or in another encoding; iconv converts\)"
