@@ -36,6 +36,15 @@ def test_vocabulary_comes_from_the_tokenizer_unless_given() -> None:
     assert model_shape(recipe("model.vocab=auto"), CPU).vocab == 50257
     with pytest.raises(BadInputError, match=r"model\.vocab is 100; expected at least the 3000"):
         check(make_plan(recipe("model.vocab=100"), known), known)
+    # A model that exists already keeps its vocabulary: raising model.vocab would be refused next.
+    imported = replace(known, hf=replace(PRESETS["gpt2-124m"], vocab=100))
+    for given, facts in (
+        (recipe(model="{hf: d}"), imported),
+        (recipe("model.vocab=100", "checkpoint.weights=d"), known),
+        (recipe("model.vocab=100", "checkpoint.resume=d"), known),
+    ):
+        with pytest.raises(BadInputError, match=r"vocab is 100; data\.tokenizer has 3000 ids; leave data\.tokenizer"):
+            check(make_plan(given, facts), facts)
 
 
 def test_a_tokenizer_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,9 +125,14 @@ def check(plan: Plan, facts: Facts) -> None:
     BadInputError."""
     model, training = plan.model, plan.training
     if facts.tokenizer is not None and model.vocab < facts.tokenizer:
-        raise BadInputError(
-            f"model.vocab is {model.vocab}; expected at least the {facts.tokenizer} of data.tokenizer, or auto"
-        )
+        wanted = f"expected at least the {facts.tokenizer} of data.tokenizer, or auto"
+        if facts.hf is not None or plan.checkpoint.origin is not None:
+            # The model exists already, so that its vocabulary cannot grow.
+            wanted = (
+                f"data.tokenizer has {facts.tokenizer} ids; leave data.tokenizer out, as each id of the data is "
+                "checked against model.vocab in any case"
+            )
+        raise BadInputError(f"model.vocab is {model.vocab}; {wanted}")
     if facts.hf is not None:
         _check_same_model(model, facts.hf)
     if plan.batch.sequence_length > model.positions:
