@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer, special_tokens
 from llmtrain.cli.main import main
 from llmtrain.errors import BadInputError
 from llmtrain.plan.resolve.prepare import check_recipe
@@ -19,7 +20,7 @@ from llmtrain_data.errors import DataError
 from llmtrain_data.fingerprint import difference, fingerprint
 from llmtrain_data.indexed import IndexedData, IndexedWriter
 from llmtrain_data.prepare import PrepareOptions, prepare
-from llmtrain_data.tokenizer import tokenizer_identity, train_tokenizer
+from llmtrain_data.tokenizer import load_tokenizer, tokenizer_identity, train_tokenizer
 from llmtrain_data.verify import write_checksums
 from tokenizers import Tokenizer
 
@@ -169,3 +170,22 @@ def test_an_empty_set_records_its_tokenizer(tmp_path: Path) -> None:
     found = read_checksums(tmp_path / "set")
     assert found is not None
     assert (found.encoding, len(found.blocks)) == (Encoding(5), 0)
+
+
+def test_a_tokenizer_travels_whose_class_stands_in_the_model(tmp_path: Path) -> None:
+    """As in folders with vocab.json, merges.txt and a model's config.json, which is not the tokenizer's."""
+    own, copy = tmp_path / "own", tmp_path / "copy"
+    own.mkdir()
+    (own / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (own / "merges.txt").write_text("#version: 0.2\na b\n")
+    (own / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert copy_tokenizer(own, copy)
+    assert not (copy / "config.json").exists()
+    assert tokenizer_identity(copy) == tokenizer_identity(own)
+    assert special_tokens(copy) == special_tokens(own)
+    assert load_tokenizer(copy).encode("ab").ids == load_tokenizer(own).encode("ab").ids == [2]
+    # A folder with neither has nothing to load.
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/generation_config.json").write_text("{}")
+    assert copy_tokenizer(tmp_path / "none", tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["generation_config.json"]

@@ -1,18 +1,20 @@
 """Copy and read a tokenizer's files in a Hugging Face folder."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.replace import replace_file
-from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, token_ids
+from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, load_tokenizer, token_ids
 
 from llmtrain.errors import BadInputError
 
 GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
 _FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -41,6 +43,11 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     for path in present:
         if path.resolve() != (target / path.name).resolve():
             replace_file(target / path.name, path.read_bytes())
+    if present and source.resolve() != target.resolve() and not (source / TOKENIZER).is_file():
+        # Its class may stand in a file of the model, such as config.json. The model's folder may also have no
+        # tokenizer, but a generation_config.json.
+        with suppress(DataError):
+            replace_file(target / TOKENIZER, load_tokenizer(source).to_str().encode())
     return bool(present)
 
 
