@@ -192,8 +192,23 @@ def hf_tokenizer(folder: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         tokenizer.backend_tokenizer  # noqa: B018
     except Exception as error:  # the type of transformers' exception depends on the invalid file
-        raise DataError(f"{folder} holds no usable Hugging Face tokenizer: {reason(error)}") from error
+        why = _renaming(names) or reason(error)
+        raise DataError(f"{folder} holds no usable Hugging Face tokenizer: {why}") from error
     return tokenizer
+
+
+def _renaming(names: list[str]) -> str | None:
+    """Return how a folder of GPT-NeoX's or Megatron's own files becomes a Hugging Face tokenizer; None for others."""
+    whole, vocab, merges = (
+        next((name for name in sorted(names) if name.endswith(ending)), None)
+        for ending in ("tokenizer.json", "vocab.json", "merges.txt")
+    )
+    if whole is not None:
+        return f"rename {whole} to tokenizer.json"
+    if vocab is None or merges is None or "tokenizer_config.json" in names:
+        return None
+    steps = [f"rename {old} to {new}" for old, new in {vocab: "vocab.json", merges: "merges.txt"}.items() if old != new]
+    return ", ".join([*steps, 'write {"tokenizer_class": "GPT2Tokenizer"} to tokenizer_config.json'])
 
 
 def end_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> int:

@@ -3,6 +3,8 @@
 import json
 import os
 import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,6 +295,26 @@ def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path: Path, monkeyp
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="holds no usable Hugging Face tokenizer: it has no tokenizer"):
         tokenizer_size(tmp_path)
+
+
+def test_files_with_the_names_of_other_trainers(tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    megatron, neox = tmp_path / "megatron", tmp_path / "neox"
+    for folder in (megatron, neox):
+        folder.mkdir()
+    shutil.copy(tokenizer / "tokenizer.json", neox / "20B_tokenizer.json")
+    (megatron / "gpt2-vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, END_OF_TEXT: 3}))
+    (megatron / "gpt2-merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match=r"tokenizer: rename 20B_tokenizer\.json to tokenizer\.json$"):
+        tokenizer_size(neox)
+    asked = "rename gpt2-vocab.json to vocab.json, rename gpt2-merges.txt to merges.txt, write {config} to {file}"
+    config, file = '{"tokenizer_class": "GPT2Tokenizer"}', "tokenizer_config.json"
+    with pytest.raises(DataError, match=re.escape(asked.format(config=config, file=file)) + "$"):
+        tokenizer_size(megatron)
+    for name in ("vocab.json", "merges.txt"):
+        (megatron / f"gpt2-{name}").rename(megatron / name)
+    (megatron / file).write_text(config)
+    assert tokenizer_size(megatron) == 4
 
 
 def test_a_tokenizer_without_end_of_text(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
