@@ -1,4 +1,4 @@
-"""The dtype in which a checkpoint's model computes, and whether a GPU holds its weights."""
+"""The dtype in which a checkpoint's model computes, and whether the memory holds its weights."""
 
 import pytest
 import torch
@@ -24,8 +24,11 @@ def test_dtype(asked: str, recipe: dict[str, object], on_gpu: bool, found: torch
     assert trained._dtype(asked, recipe, on_gpu) == found  # type: ignore[arg-type]
 
 
-def test_weights_that_a_gpu_cannot_hold() -> None:
+def test_weights_that_the_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "machine_memory", lambda swap: 32 * 2**30)
     trained._check_memory(24 * 2**30, 24 * 2**30)
-    trained._check_memory(2**40, None)
+    trained._check_memory(32 * 2**30, None)
+    with pytest.raises(BadInputError, match=r"take 52\.0 GiB, and this machine has 32\.0 GiB; --dtype bf16 takes half"):
+        trained._check_memory(52 * 2**30, None)
     with pytest.raises(BadInputError, match=r"take 52\.0 GiB, and this GPU has 24\.0 GiB; --dtype bf16 takes half"):
         trained._check_memory(52 * 2**30, 24 * 2**30)

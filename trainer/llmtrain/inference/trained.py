@@ -22,6 +22,7 @@ from llmtrain.checkpoint.manifest import MANIFEST, model_of, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError, UnreachableError, patiently
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.cluster.layout import Axis, Layout
+from llmtrain.cluster.memory import machine_memory
 from llmtrain.comm.device import gpu_memory
 from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.errors import BadInputError, RunFailedError
@@ -73,7 +74,7 @@ def open_model(
     warn: called with a sentence for each damaged or deleted checkpoint, which is skipped. waiting: shows the
     progress of the load and of later work with the model. dtype: of weights and computation, fp32 or bf16; auto: on a
     GPU as the run computed, on a CPU fp32. Raises RunFailedError if no checkpoint is sound, BadInputError if the
-    weights do not fit the GPU, UnreachableError or OSError if a checkpoint cannot be read that may be sound.
+    weights do not fit the memory, UnreachableError or OSError if a checkpoint cannot be read that may be sound.
     """
     tried: list[Path] = []
     # List again after each: a run that has deleted the one that was read has newer ones.
@@ -126,12 +127,17 @@ def _dtype(asked: str, recipe: Mapping[str, JsonValue], on_gpu: bool) -> torch.d
     return DTYPES[asked]
 
 
-def _check_memory(needed: int, memory: int | None) -> None:
-    """Raise BadInputError if weights of `needed` bytes do not fit a GPU. memory: of the GPU, None without one."""
-    if memory is not None and needed > memory:
+def _check_memory(needed: int, gpu: int | None) -> None:
+    """Raise BadInputError if weights of `needed` bytes do not fit the memory. gpu: that of the GPU, None without
+    one."""
+    # A model that needs the swap space is slow, but computes.
+    memory = machine_memory(swap=True) if gpu is None else gpu
+    if needed > memory:
+        what = "machine" if gpu is None else "GPU"
+        more = "" if gpu is None else ", and with CUDA_VISIBLE_DEVICES= the processors compute"
         raise BadInputError(
-            f"the model's weights take {quantities.size(needed)}, and this GPU has {quantities.size(memory)}; "
-            "--dtype bf16 takes half of fp32, and with CUDA_VISIBLE_DEVICES= the processors compute"
+            f"the model's weights take {quantities.size(needed)}, and this {what} has {quantities.size(memory)}; "
+            f"--dtype bf16 takes half of fp32{more}"
         )
 
 
