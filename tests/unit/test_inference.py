@@ -68,6 +68,20 @@ def test_of_a_checkpoints_recipe_only_the_data_matter(tmp_path: Path, capsys: py
     assert main(["generate", str(tmp_path), *words]) == 0
 
 
+def test_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
+    writer.add(np.arange(500) % 65, np.array([500]))
+    writer.commit()
+    model, losses = saved(tmp_path / "run", 0.1), []
+    for dtype in ("fp32", "fp16"):
+        assert main(["eval", model, "--data", str(tmp_path / "set"), "--dtype", dtype, "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[1] != losses[0]
+    words = ("--tokenizer", tokenizer(tmp_path / "own", 65), "--prompt", "1", "--max-tokens", "3")
+    assert main(["generate", model, *words, "--dtype", "fp16"]) == 0
+
+
 def test_a_run_without_a_sound_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         folder = tmp_path / f"checkpoints/step-0000000{step}"

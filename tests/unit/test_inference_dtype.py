@@ -6,7 +6,7 @@ from llmtrain.errors import BadInputError
 from llmtrain.inference import trained
 
 GPU, CPU = True, False
-RAN_IN_BF16 = {"precision": {"compute": "bf16"}}
+RAN_IN_BF16, RAN_IN_FP16 = {"precision": {"compute": "bf16"}}, {"precision": {"compute": "fp16"}}
 
 
 @pytest.mark.parametrize(
@@ -14,10 +14,13 @@ RAN_IN_BF16 = {"precision": {"compute": "bf16"}}
     [
         ("auto", RAN_IN_BF16, GPU, torch.bfloat16),
         ("auto", RAN_IN_BF16, CPU, torch.float32),
-        ("auto", {"precision": {"compute": "fp16"}}, GPU, torch.float32),
+        ("auto", RAN_IN_FP16, GPU, torch.float16),
+        ("auto", RAN_IN_FP16, CPU, torch.float32),
+        ("auto", {"precision": {"compute": ["fp16"]}}, GPU, torch.float32),
         ("auto", {}, GPU, torch.float32),
         ("fp32", RAN_IN_BF16, GPU, torch.float32),
         ("bf16", {}, CPU, torch.bfloat16),
+        ("fp16", {}, CPU, torch.float16),
     ],
 )
 def test_dtype(asked: str, recipe: dict[str, object], on_gpu: bool, found: torch.dtype) -> None:

@@ -9,7 +9,7 @@ RankCount = Annotated[
     int | None,
     typer.Option(min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"),
 ]
-DTypeName = Literal["auto", "fp32", "bf16"]
+DTypeName = Literal["auto", "fp32", "bf16", "fp16"]
 DType = Annotated[
     DTypeName,
     typer.Option("--dtype", help="Of weights and computation; auto is that of the run on a GPU, and fp32 on a CPU."),

@@ -72,9 +72,9 @@ def open_model(
     """Load a checkpoint, or a run's newest sound one.
 
     warn: called with a sentence for each damaged or deleted checkpoint, which is skipped. waiting: shows the
-    progress of the load and of later work with the model. dtype: of weights and computation, fp32 or bf16; auto: on a
-    GPU as the run computed, on a CPU fp32. Raises RunFailedError if no checkpoint is sound, BadInputError if the
-    weights do not fit the memory, UnreachableError or OSError if a checkpoint cannot be read that may be sound.
+    progress of the load and of later work with the model. dtype: of weights and computation, fp32, bf16 or fp16;
+    auto: on a GPU as the run computed, on a CPU fp32. Raises RunFailedError if no checkpoint is sound, BadInputError if
+    the weights do not fit the memory, UnreachableError or OSError if a checkpoint cannot be read that may be sound.
     """
     tried: list[Path] = []
     # List again after each: a run that has deleted the one that was read has newer ones.
@@ -123,7 +123,7 @@ def _dtype(asked: str, recipe: Mapping[str, JsonValue], on_gpu: bool) -> torch.d
     if asked == "auto":
         precision = recipe.get("precision")
         trained = precision.get("compute") if isinstance(precision, dict) else None
-        asked = "bf16" if trained == "bf16" and on_gpu else "fp32"
+        asked = str(trained) if on_gpu and trained in ("bf16", "fp16") else "fp32"
     return DTYPES[asked]
 
 
