@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,7 @@ def test_only_safetensors_of_the_folder_itself(tmp_path: Path) -> None:
         ("neox", {"attention_bias": False}, "attention_bias"),
         ("neox", {"hidden_act": "relu"}, "hidden_act"),
         ("neox", {"hidden_dropout": 0.5}, "hidden_dropout"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
     ],
 )
 def test_what_our_model_would_compute_differently(tmp_path: Path, kind: str, change: dict, key: str) -> None:
@@ -257,7 +258,11 @@ def test_rope_is_read_in_both_spellings(tmp_path: Path) -> None:
 def test_configs_mean_the_same_to_transformers(tmp_path: Path, kind: str) -> None:
     original = MODELS[kind]().config
     original.save_pretrained(tmp_path)
-    contents = to_hf_config(read_hf_config(tmp_path), "float32", {"bos_token_id": None, "eos_token_id": None})
+    config, special = read_hf_config(tmp_path), {"bos_token_id": None, "eos_token_id": None}
+    # Dropout that transformers' Llama does not have is not exported as another one.
+    dropped = to_hf_config(replace(config, dropout=0.1), "float32", special)
+    assert {dropped[key] for key in dropped if "drop" in key} == {0.0 if config.family == "llama" else 0.1}
+    contents = to_hf_config(config, "float32", special)
     (tmp_path / "config.json").write_text(json.dumps(contents))
     theirs = type(original).from_pretrained(tmp_path).to_dict()
     ignored = {"bos_token_id", "eos_token_id", "dtype", "architectures", "n_inner", "_name_or_path"}

@@ -144,6 +144,9 @@ def _llama(config: _Config) -> dict[str, Any]:
     shape = _common(config, heads)
     if (head_dim := config.get("head_dim", shape["hidden"] // heads)) != shape["hidden"] // heads:
         raise config.refuse("head_dim", head_dim, f"only with hidden_size / heads, {shape['hidden'] // heads}")
+    if (rate := config.number("attention_dropout", 0.0, Dropout)) > 0:
+        what = "dropout after attention and the MLP too; set it to 0 there, and model.dropout in the recipe"
+        raise config.refuse("attention_dropout", rate, what)
     return (
         shape
         | rope
@@ -151,7 +154,7 @@ def _llama(config: _Config) -> dict[str, Any]:
             "kv_heads": config.number("num_key_value_heads", heads, Hidden),
             "norm_eps": config.number("rms_norm_eps", 1e-6, NormEps),
             "activation": "swiglu",
-            "dropout": _dropout(config, ("attention_dropout",), 0.0),
+            "dropout": 0.0,
         }
     )
 
@@ -248,7 +251,8 @@ def to_hf_config(config: GPTConfig, dtype: str, special: Mapping[str, int | None
         "num_attention_heads": config.heads,
         "intermediate_size": config.ffn,
         "max_position_embeddings": config.positions,
-        "attention_dropout": config.dropout,
+        # Transformers' Llama has no dropout after attention and the MLP, as ours has it. No inference takes it.
+        "attention_dropout": 0.0 if config.family == "llama" else config.dropout,
     }
     if config.rope_scaling is not None:
         common["rope_scaling"] = _to_hf_scaling(config.rope_scaling)
