@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,12 +10,14 @@ from typing import Any, cast
 import pytest
 import torch
 from llmtrain.cluster.control_groups import Quota
+from llmtrain.cluster.description import Accelerator, Cluster, Node
 from llmtrain.comm.cores import Bound
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks
 from llmtrain.comm.threads import even_cores
 from llmtrain.errors import RunFailedError
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.prepare import check_and_plan
 from llmtrain.recipe.load import load_recipe
@@ -190,6 +193,26 @@ def test_what_ranks_measure_makes_a_new_plan(
     assert (made.training.attention, made.pipeline.layers) == (kernel, layers)
     assert (made.record["train"]["attention"], made.record["pipeline"]["split"]) == (kernel, list(layers))
     assert (made is plan) is (said == [])
+
+
+@pytest.mark.parametrize(("short", "layers"), [(0, (3, 1)), (1, (2, 2))])
+def test_a_split_by_speed_that_exceeds_the_memory_is_not_taken(
+    short: int, layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """short: bytes that the faster stage lacks for the layers that it would get."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rank, "measure", lambda plan, ranks: ((1.0, 0.5), "speeds"))
+    write_corpus(Path("set"), 100)
+    Path("tiny.yaml").write_text(TINY)
+    keys = ["model.family=gpt2", "model.layers=4", "parallel.pipeline=2", "train.attention=torch", "train.compile=false"]
+    recipe = load_recipe("tiny.yaml", [*keys, "zero.resident=0"])
+    machine = Cluster(accelerator=Accelerator(memory="80GB"), node=Node(ranks=2))
+    facts = Facts(world=2, device="cuda", machine=machine)
+    needed = memory_budget(check_and_plan(recipe, replace(facts, speeds=(1.0, 0.5)))).fullest.total
+    facts = replace(facts, machine=replace(machine, accelerator=Accelerator(memory=f"{needed - short}B")))
+    made, said = rank.as_measured(open_choices(recipe), check_and_plan(recipe, facts), facts, cast(Ranks, None))
+    assert made.pipeline.layers == layers
+    assert any("does not fit the memory" in sentence for sentence in said) == bool(short)
 
 
 @pytest.mark.parametrize(

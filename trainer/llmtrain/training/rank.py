@@ -19,6 +19,7 @@ from llmtrain.launch.local import die_with_launcher
 from llmtrain.launch.stop import restore_handlers
 from llmtrain.plan.cost.least_time import step_threads
 from llmtrain.plan.facts import Facts
+from llmtrain.plan.memory.memory_budget import memory_budget
 from llmtrain.plan.plan import Plan
 from llmtrain.training.attention import quickest, take_planned
 from llmtrain.training.compilation import compiles
@@ -68,7 +69,11 @@ def _with_speeds(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ran
     if not (open_choices.split and splits_by_speed(plan, facts)):
         return facts, []
     speeds, sentence = measure(plan, ranks)
-    return replace(facts, speeds=speeds), [sentence]
+    found = replace(facts, speeds=speeds)
+    # The start has checked an even split. A faster stage may have no room for the layers that it gets.
+    if speeds and memory_budget(open_choices.replan(found)).exceeds and not memory_budget(plan).exceeds:
+        return facts, [sentence, "the layers stay as they were split, as a split by these speeds does not fit the memory"]
+    return found, [sentence]
 
 
 def _with_attention(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ranks) -> tuple[Facts, list[str]]:
