@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from llmtrain.cluster.load import given_cluster
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.memory.memory_budget import memory_budget
+from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
+from llmtrain.plan.per_rank.states import STATES_SHARE
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.auto_batch import microbatches
 from llmtrain.plan.resolve.make import make_plan
@@ -106,3 +107,40 @@ def test_stages_have_four(planned: Planned) -> None:
 
 def test_offloaded_activations_are_recomputed(planned: Planned) -> None:
     assert planned("80GB", "offload.activations=host").pipeline.recompute == (4,)
+
+
+def test_a_host_with_room_for_the_states_that_must_leave(planned: Planned) -> None:
+    """Room on the host for all optimizer states is not needed where the device keeps some of them."""
+    keys = ("offload.optimizer=host", "offload.spare=0", "checkpoint.async=false")
+    ample = planned("3GB", *keys, world=1)
+    assert 0 < ample.sharding.offload.share < 1
+    scarce = planned("3GB", *keys, f"cluster.node.host.memory={8 * memory_budget(ample).host}B", world=1)
+    for made in (ample, scarce):
+        assert not memory_budget(made).exceeds
+    assert (scarce.batch.microbatch, scarce.recomputes) == (ample.batch.microbatch, ample.recomputes)
+
+
+@pytest.mark.parametrize("keys", [("zero.preset=mics",), ("zero.partition={weights: auto}",)], ids=str)
+def test_parts_are_as_small_as_the_run_fits(keys: tuple[str, ...], planned: Planned) -> None:
+    """The model states fit at a smaller number of ranks, and leave no room there for what a step needs besides."""
+    lean = ("train.microbatch=1", "activation_checkpointing=full")
+    totals = {
+        ranks: memory_budget(
+            planned("80GB", *keys, *lean, f"zero.partition.weights={ranks}", "zero.resident=0")
+        ).fullest
+        for ranks in (2, 4)
+    }
+    made = planned(f"{totals[4].total}B", *keys, AUTO)
+    assert made.sharding.placements["embedding"].degrees.weights == 4
+    assert not memory_budget(made).exceeds
+    assert totals[2].total > totals[4].total > totals[2].model_states / STATES_SHARE
+
+
+@pytest.mark.parametrize("host", [2, 3, 4, 5])
+def test_what_surely_exceeds_the_host_never_fits(host: int, planned: Planned) -> None:
+    keys = ("model.layers=64", "offload.optimizer=host", "offload.spare=0", "train.microbatch=1", "zero.resident=0")
+    stated = (*keys, "activation_checkpointing=full", f"cluster.node.host.memory={host}GB", "cluster.node.ranks=1")
+    whole = planned("4GB", *stated, "offload.share=1", world=1)
+    parts = [planned("4GB", *stated, f"offload.share={share / 8}", world=1) for share in range(9)]
+    assert not surely_exceeds(whole) or all(memory_budget(part).exceeds for part in parts)
+    assert surely_exceeds(whole) == (host < 4)

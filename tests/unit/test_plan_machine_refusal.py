@@ -97,6 +97,16 @@ def test_what_a_gpu_offloads_must_fit_its_host(tmp_path: Path, monkeypatch: pyte
     assert "; set offload.share=0.9, which needs " in said
 
 
+def test_spare_memory_shrinks_as_little_as_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, keys = (
+        Facts(world=1, device="cuda"),
+        ["model.hidden=1024", "checkpoint.async=false", "offload.optimizer=host"],
+    )
+    less, more = (recipe(tmp_path, *keys, f"offload.spare={spare}") for spare in (0.375, 0.5))
+    said = refused(monkeypatch, more, facts, whole(needed(less, facts))) or ""
+    assert "; set offload.spare=0.375, which needs " in said
+
+
 @pytest.mark.parametrize("stated", [[], ["cluster.node.host.memory=1000MiB", "cluster.node.ranks=1"]])
 def test_a_gpus_host_keeps_a_reserve(stated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the description states all of the machine's memory; what fits seven eighths of it is not refused."""

@@ -27,7 +27,9 @@ CHUNKS = (*STAGES, "model.layers=32", "pipeline.schedule=interleaved", "activati
 ZERO_AND_FULL = ("zero.stage=3", "activation_checkpointing=full")
 FULL_AND_ONE = ("activation_checkpointing=full", "train.microbatch=1")
 OFFLOAD = "offload.optimizer=host"
+ZERO_STATES = ("optimizer", "gradients", "weights")
 HALVED = (*LARGE, "zero.partition={weights: 2, gradients: 2, optimizer: 2}")
+LEAST = (*LARGE, "zero.stage=3", *FULL_AND_ONE)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +39,15 @@ HALVED = (*LARGE, "zero.partition={weights: 2, gradients: 2, optimizer: 2}")
         ((EIGHT,), ("zero.stage=2",), "zero.stage=2"),
         ((EIGHT,), ("zero.stage=3",), "zero.stage=3"),
         ((EIGHT, "zero.stage=1"), ("zero.stage=2",), "zero.stage=2"),
-        (HALVED, ("parallel.tensor=2",), "parallel.tensor=2"),
-        ((*HALVED, "model.heads=1"), ("parallel.pipeline=2",), "parallel.pipeline=2"),
-        ((*HALVED, "parallel.data=8"), ("parallel.tensor=4", "parallel.data=2"), "parallel.tensor=4 parallel.data=2"),
+        (HALVED, ("zero.partition={weights: 2, gradients: 2, optimizer: 4}",), "zero.partition.optimizer=4"),
+        (
+            HALVED,
+            ("zero.partition={weights: 8, gradients: 8, optimizer: 8}",),
+            " ".join(f"zero.partition.{one}=all" for one in ZERO_STATES),
+        ),
+        (LEAST, ("parallel.tensor=2",), "parallel.tensor=2"),
+        ((*LEAST, "model.heads=1"), ("parallel.pipeline=2",), "parallel.pipeline=2"),
+        ((*LEAST, "parallel.data=8"), ("parallel.tensor=4", "parallel.data=2"), "parallel.tensor=4 parallel.data=2"),
         ((*LARGE, *LONG, *TENSOR), ("parallel.sequence=true",), "parallel.sequence=true"),
         ((*STAGES, "pipeline.schedule=gpipe"), ("pipeline.schedule=1f1b",), "pipeline.schedule=1f1b"),
         ((*CHUNKS, "pipeline.chunks=4"), ("pipeline.chunks=2",), "pipeline.chunks=2"),
@@ -105,6 +113,13 @@ def test_no_more_ranks_than_the_cluster_has(capsys: pytest.CaptureFixture[str]) 
     keys = (*LARGE, "zero.stage=3", "cluster.clusters=[{name: a, nodes: 1}]", "cluster.node.host.memory=16GB")
     _, _, error = planned(capsys, cluster(5 * 10**9), *keys, "--ranks", "8")
     assert "so take a smaller model (--force" in error
+
+
+def test_tensor_parallelism_stays_in_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU per machine: more machines share the model states, and no layer goes over the network between them."""
+    keys = (*LARGE, "model.heads=8", cluster(5 * 10**9, ranks=1), "cluster.node.host.memory=16GB")
+    _, _, error = planned(capsys, *keys, "--ranks", "1")
+    assert "parallel.tensor=" not in error
 
 
 def test_a_host_without_room_for_the_processes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,13 @@ def test_a_split_by_speed_that_exceeds_the_memory_is_not_taken(
     monkeypatch.setattr(rank, "measure", lambda plan, ranks: ((1.0, 0.5), "speeds"))
     write_corpus(Path("set"), 100)
     Path("tiny.yaml").write_text(TINY)
-    keys = ["model.family=gpt2", "model.layers=4", "parallel.pipeline=2", "train.attention=torch", "train.compile=false"]
+    keys = [
+        "model.family=gpt2",
+        "model.layers=4",
+        "parallel.pipeline=2",
+        "train.attention=torch",
+        "train.compile=false",
+    ]
     recipe = load_recipe("tiny.yaml", [*keys, "zero.resident=0"])
     machine = Cluster(accelerator=Accelerator(memory="80GB"), node=Node(ranks=2))
     facts = Facts(world=2, device="cuda", machine=machine)

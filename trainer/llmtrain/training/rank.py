@@ -72,7 +72,10 @@ def _with_speeds(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks: Ran
     found = replace(facts, speeds=speeds)
     # The start has checked an even split. A faster stage may have no room for the layers that it gets.
     if speeds and memory_budget(open_choices.replan(found)).exceeds and not memory_budget(plan).exceeds:
-        return facts, [sentence, "the layers stay as they were split, as a split by these speeds does not fit the memory"]
+        return facts, [
+            sentence,
+            "the layers stay as they were split, as a split by these speeds does not fit the memory",
+        ]
     return found, [sentence]
 
 

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmtrain.cluster.layout import Axis
@@ -83,9 +83,17 @@ class Budget:
 
 def surely_exceeds(plan: Plan) -> bool:
     """Return whether a plan exceeds the stated memory even without its programs' memory, which takes long to plan for
-    many microbatches."""
-    limit = stated_memory(plan.cluster)
-    return limit is not None and any(sure_bytes(plan, role) > limit.size for role in roles(plan))
+    many microbatches, and with as much of what is offloaded on the device as that has room for."""
+    limit, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
+    if limit is None:
+        return False
+    sure = {role: sure_bytes(plan, role) for role in roles(plan)}
+    if max(sure.values()) > limit.size:
+        return True
+    if host is None or plan.device == "cpu":
+        return False
+    on_host = _mean_on_host(plan, {role: sum(host_memory(plan, role).values()) for role in sure})
+    return on_host - host.size > limit.size - min(sure.values())
 
 
 def sure_bytes(plan: Plan, role: Role) -> int:
@@ -98,17 +106,17 @@ def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
     made = programs or programs_of(plan)
     rows = tuple(role_memory(plan, role, made(role.rank)) for role in roles(plan))
     stated, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
-    return Budget(rows, _mean_on_host(plan, rows), stated.size if stated else None, host.size if host else None)
+    # A CPU's memory is its host's.
+    on_host = {row.role: row.total if plan.device == "cpu" else sum(row.host.values()) for row in rows}
+    return Budget(rows, _mean_on_host(plan, on_host), stated.size if stated else None, host.size if host else None)
 
 
-def _mean_on_host(plan: Plan, rows: Sequence[RoleMemory]) -> int:
+def _mean_on_host(plan: Plan, bytes_of: Mapping[Role, int]) -> int:
     """Return the mean of the bytes of the host's memory that a node's ranks take, of the node where it is largest.
-    Ranks at one place of the pipeline count as the fullest of them."""
+    Ranks at one place of the pipeline count as the fullest of them. bytes_of: a rank's, by role."""
     held = dict[int, int]()
-    for row in rows:
-        # A CPU's memory is its host's.
-        taken = row.total if plan.device == "cpu" else sum(row.host.values())
-        held[row.role.pipeline] = max(held.get(row.role.pipeline, 0), taken)
+    for role, taken in bytes_of.items():
+        held[role.pipeline] = max(held.get(role.pipeline, 0), taken)
     if plan.cluster is None or len(set(held.values())) == 1:
         return max(held.values())
     ranks, sums = min(plan.cluster.node.ranks, plan.grid.world), Counter[int]()

@@ -16,6 +16,7 @@ from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 
+PlanOf = Callable[[Recipe], Plan]
 # Sequences of the largest microbatch on a CPU, which a larger one makes no faster, or in a memory that is not stated.
 MOST = 8
 
@@ -29,11 +30,12 @@ def microbatches(share: int, stages: int, most: int) -> list[int]:
     return [size for size in divisors if size <= most and share // size >= least] or [1]
 
 
-def with_batch_that_fits(recipe: Recipe, facts: Facts, plan_of: Callable[[Recipe], Plan]) -> Recipe:
+def with_batch_that_fits(recipe: Recipe, facts: Facts, plan_of: PlanOf, shared: PlanOf) -> Recipe:
     """Return a recipe with a microbatch and with recomputation that fit the stated memory; those that take least if
     none do, and the same recipe if it leaves neither open or no memory is stated.
 
-    plan_of: makes the plan of a recipe. What else fills memory, such as gathered weights, has what is left.
+    plan_of: makes the plan of a recipe whose `offload.share` is a number. shared: of any. What else fills memory, such
+    as gathered weights, has what is left.
     """
     # Activations that leave are the inputs of recomputed groups.
     recomputes = recipe.activation_checkpointing == "auto" and recipe.offload.activations == "none"
@@ -42,12 +44,11 @@ def with_batch_that_fits(recipe: Recipe, facts: Facts, plan_of: Callable[[Recipe
         return recipe
     sizes = _sizes(recipe, facts) if given == "auto" else [given]
     ways = ("none", "auto", "full") if recomputes else (recipe.activation_checkpointing,)
-    least = with_least(recipe)
 
     fitting = list[int]()
     for way in ways:
-        tried = replace(least, activation_checkpointing=way)  # type: ignore[arg-type]
-        fitting.append(_fitting(tried, sizes, plan_of))
+        tried = replace(recipe, activation_checkpointing=way)  # type: ignore[arg-type]
+        fitting.append(_fitting(tried, sizes, plan_of, shared))
         if way == "none" and fitting[0]:
             break
     # Blocks are recomputed at the same cost in groups of any size.
@@ -60,11 +61,21 @@ def _with_size(recipe: Recipe, microbatch: int) -> Recipe:
     return replace(recipe, train=replace(recipe.train, microbatch=microbatch))
 
 
-def _fitting(recipe: Recipe, sizes: Sequence[int], plan_of: Callable[[Recipe], Plan]) -> int:
+def _fitting(recipe: Recipe, sizes: Sequence[int], plan_of: PlanOf, shared: PlanOf) -> int:
     """Return how many of the ascending microbatches fit the stated memory."""
+    least, leaves = with_least(recipe), recipe.offload.optimizer != "none" and recipe.offload.share == "auto"
+
+    def exceeds(size: int) -> bool:
+        budget = memory_budget(plan_of(_with_size(least, size)))
+        if budget.excess or not (leaves and budget.host_excess):
+            return budget.exceeds
+        # The host has no room for all optimizer states, but may have it for those that must leave.
+        open_share = replace(least, offload=replace(least.offload, share="auto"))
+        return memory_budget(shared(_with_size(open_share, size))).exceeds
+
     # The memory of programs, which takes long to plan, depends little on the microbatch.
-    count = bisect_left(sizes, True, key=lambda size: surely_exceeds(plan_of(_with_size(recipe, size))))
-    while count and memory_budget(plan_of(_with_size(recipe, sizes[count - 1]))).exceeds:
+    count = bisect_left(sizes, True, key=lambda size: surely_exceeds(plan_of(_with_size(least, size))))
+    while count and exceeds(sizes[count - 1]):
         count -= 1
     return count
 

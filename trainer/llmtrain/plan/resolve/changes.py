@@ -7,8 +7,9 @@ from typing import Any
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.resolve.auto_share import EIGHTHS
 from llmtrain.recipe.schema import Recipe
-from llmtrain.recipe.zero import STAGES
+from llmtrain.recipe.zero import STAGES, PartitionConfig
 
 # The keys of `offload` that say where something rests.
 OFFLOADABLE = ("activations", "optimizer", "parameters")
@@ -30,10 +31,7 @@ class Change:
         """Return the change of a recipe that sets values."""
         changed = recipe
         for key, value in values.items():
-            section, _, name = key.partition(".")
-            # `async` is no name in Python.
-            named = {"asynchronous" if name == "async" else name: value}
-            changed = replace(changed, **{section: replace(getattr(changed, section), **named) if name else value})
+            changed = _set(changed, key.split("."), value)
         return cls(tuple(f"{key}={_text(value)}" for key, value in values.items()), changed)
 
     @property
@@ -48,7 +46,7 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the changes that may take less memory, those that cost least time first: single ones, pairs of them and
     the strongest together, and those that offload, alone and with others. What is offloaded is sharded first where
     there are replicas, each of which would else have all of it in its host's memory."""
-    sharding, activations, grids = _sharding(plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
+    sharding, activations, grids = _sharding(recipe, plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
     ahead = _not_ahead(plan)
     least, together = _fewest(activations)
     # Tensor parallelism splits all activations only with that of the sequence.
@@ -76,20 +74,21 @@ def file_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
         return
     least, together = _fewest(list(_activations(recipe, plan)))
     moved: Values = {f"offload.{key}": "nvme" for key in OFFLOADABLE if getattr(recipe.offload, key) == "host"}
-    further = _offloads(recipe, plan, _sharding(plan), [*least, *together], ("nvme",))
+    further = _offloads(recipe, plan, _sharding(recipe, plan), [*least, *together], ("nvme",))
     for values in (*([moved] if moved else ()), *further):
         yield Change.of(recipe, moved | values | {"offload.paths": (ANY_VOLUME,)})
 
 
 def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
-    """Yield the single changes that may take less of the host's memory: no copies for checkpoints, no spare memory,
+    """Yield the single changes that may take less of the host's memory: no copies for checkpoints, less spare memory,
     files instead of the host, a smaller share of what leaves the device, and none."""
     given, share = recipe.offload, plan.sharding.offload.share
     # Offloaded states are written to the checkpoint directly, without a copy.
     if plan.checkpoint.asynchronous and not share:
         yield Change.of(recipe, {"checkpoint.async": False})
-    if plan.sharding.offload.spare:
-        yield Change.of(recipe, {"offload.spare": 0.0})
+    for eighths in range(EIGHTHS - 1, -1, -1):
+        if eighths / EIGHTHS < plan.sharding.offload.spare:
+            yield Change.of(recipe, {"offload.spare": eighths / EIGHTHS})
     for key in OFFLOADABLE:
         if getattr(given, key) == "host" and "nvme" in _tiers(recipe, plan):
             yield Change.of(recipe, {f"offload.{key}": "nvme"})
@@ -103,6 +102,14 @@ def host_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     if not given.paths:
         step = {"offload.step": "host"} if given.step == "device" else {}
         yield Change.of(recipe, step | {"offload.optimizer": "none"})
+
+
+def _set(config: Any, names: Sequence[str], value: object) -> Any:
+    """Return a section of a recipe with a value at names below it."""
+    name, *below = names
+    # `async` is no name in Python.
+    name = "asynchronous" if name == "async" else name
+    return replace(config, **{name: _set(getattr(config, name), below, value) if below else value})
 
 
 def _text(value: object) -> str:
@@ -129,11 +136,20 @@ def _not_ahead(plan: Plan) -> list[Values]:
     return [*waiting, *([{"offload.spare": 0.0}] if offload.on_device else [])]
 
 
-def _sharding(plan: Plan) -> list[Values]:
-    """Return the larger stages of ZeRO, where there are replicas."""
-    if plan.grid.degree(Axis.DATA) == 1:
+def _sharding(recipe: Recipe, plan: Plan) -> list[Values]:
+    """Return the larger stages of ZeRO, where there are replicas, or larger parts where the recipe sets parts."""
+    replicas, zero = plan.grid.degree(Axis.DATA), recipe.zero
+    if replicas == 1:
         return []
-    return [{"zero.stage": stage} for stage in STAGES[_stage(plan) + 1 :]]
+    if zero.preset is None and zero.partition == PartitionConfig():
+        return [{"zero.stage": stage} for stage in STAGES[_stage(plan) + 1 :]]
+    degrees = next(iter(plan.sharding.placements.values())).degrees
+    states = [name for name in ("optimizer", "gradients", "weights") if getattr(degrees, name) < replicas]
+    larger: list[Values] = []
+    for state in states:
+        numbers = [number for number in range(getattr(degrees, state) + 1, replicas + 1) if replicas % number == 0]
+        larger += [{f"zero.partition.{state}": number} for number in (*numbers[:2], *numbers[2:][-1:])]
+    return [*larger, {f"zero.partition.{state}": "all" for state in states}] if larger else []
 
 
 def _stage(plan: Plan) -> int:
@@ -202,7 +218,7 @@ def _offloads(
                 unsharded.append(values)
             else:
                 yield values
-            yield from (_merged([shard, values]) for shard in sharding if shard["zero.stage"] >= least)
+            yield from (_merged([shard, values]) for shard in sharding if shard.get("zero.stage", least) >= least)
     yield from unsharded
     for keys in states:
         values = _merged([*sharding[-1:], *_whole_share(recipe), {f"offload.{key}": tiers[0] for key in keys}])

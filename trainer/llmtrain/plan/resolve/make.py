@@ -1,6 +1,7 @@
 """From a recipe and the facts of a run to its plan. No torch in here."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from math import sqrt
@@ -33,6 +34,7 @@ from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sh
 from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
 from llmtrain.plan.resolve.auto_batch import MOST, microbatches, with_batch_that_fits, with_least
+from llmtrain.plan.resolve.auto_partition import with_larger_parts
 from llmtrain.plan.resolve.auto_resident import Filling
 from llmtrain.plan.resolve.auto_share import keeps_weights_ahead, least_share, most_spare, shortest_lanes
 from llmtrain.plan.resolve.kernels import kernels_of
@@ -49,8 +51,22 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
     Raises BadInputError where a choice is impossible, or where the model, the batch or the schedule does not fit the
     ranks.
     """
-    recipe = with_batch_that_fits(recipe, facts, partial(_plan, facts=facts))
-    return with_most_staying(_with_gradients(recipe, facts))
+    plan = _with_batch(recipe, facts)
+    larger = list(with_larger_parts(recipe, plan))
+    if larger and memory_budget(plan).exceeds:
+        for other in larger:
+            # Another key may not allow this number.
+            with suppress(BadInputError):
+                found = _with_batch(other, facts)
+                if not memory_budget(found).exceeds:
+                    return found
+    return plan
+
+
+def _with_batch(recipe: Recipe, facts: Facts) -> Plan:
+    """Return the plan of a recipe with the microbatch and the activation checkpointing that it leaves open."""
+    made = partial(_plan, facts=facts), partial(_with_share, facts=facts)
+    return with_most_staying(_with_gradients(with_batch_that_fits(recipe, facts, *made), facts))
 
 
 def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:

@@ -150,19 +150,20 @@ def _more_ranks(recipe: Recipe, facts: Facts, plan: Plan) -> str | None:
     for times in TIMES:
         # Each machine has as many ranks as now.
         more = replace(facts, world=times * facts.world, ranks_per_node=facts.node_ranks)
-        for values in _with_more_ranks(recipe, plan, times):
+        for values in _with_more_ranks(recipe, plan, times, more.node_ranks):
             change = Change.of(recipe, values)
             if _fitting(change.recipe, more):
                 return " ".join([f"{more.world} ranks", *(("with", *change.keys) if change.keys else ())])
     return None
 
 
-def _with_more_ranks(recipe: Recipe, plan: Plan, times: int) -> Iterator[Values]:
+def _with_more_ranks(recipe: Recipe, plan: Plan, times: int, node: int) -> Iterator[Values]:
     """Yield what a recipe sets on `times` as many ranks: more replicas, which share the model states, or as many
-    replicas of more ranks each."""
+    replicas of more ranks each. node: ranks of a machine, over which tensor parallelism goes at most."""
     open_data = {} if recipe.parallel.data == "auto" else {"parallel.data": "auto"}
     yield open_data
     if recipe.zero.stage != STAGES[-1]:
         yield open_data | {"zero.stage": STAGES[-1]}
     yield open_data | {"zero.stage": STAGES[-1], "activation_checkpointing": "auto", "train.microbatch": "auto"}
-    yield {"parallel.tensor": times * plan.grid.degree(Axis.TENSOR)}
+    if (tensor := times * plan.grid.degree(Axis.TENSOR)) <= node:
+        yield {"parallel.tensor": tensor}
