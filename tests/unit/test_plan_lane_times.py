@@ -303,3 +303,31 @@ def test_the_least_time_counts_what_is_computed(
     block = 2 * (4 * HIDDEN**2 + 3 * HIDDEN * 128) + 2 * HIDDEN * TOKENS
     step = 2 * TOKENS * (passes * LAYERS * block + 3 * 2 * HIDDEN * VOCAB)
     assert found["least_seconds"]["compute"] == pytest.approx(step / 1e9)
+
+
+SLOW = {
+    "accelerator": {"peak": {"bf16": "10TFLOP/s"}},
+    "node": {"ranks": 2},
+    "clusters": [{"name": "a", "nodes": 2, "nic": {"kind": "ethernet", "bandwidth": "1Mbit/s"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        (("zero.stage=2",), "zero.partition.gradients=node"),
+        (("zero.stage=3",), "zero.partition.weights=node zero.partition.gradients=node"),
+        (("zero.stage=1",), None),
+        (("zero.stage=3", "train.global_batch=4"), None),
+        (("zero.stage=3", "zero.partition.weights=node", "zero.partition.gradients=node"), None),
+    ],
+    ids=str,
+)
+def test_gradients_that_cross_slow_links_often_are_told(
+    keys: tuple[str, ...], parts: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("offload.optimizer=none", "offload.share=0", "train.global_batch=16", "train.microbatch=1")
+    stated = {key.partition("=")[0]: key for key in (*base, *keys)}
+    said = [one for one in shown(capsys, SLOW, *stated.values(), ranks=4)["advice"] if "the links of" in one]
+    assert len(said) == (parts is not None)
+    assert all(f"; {parts}, which takes more memory" in one for one in said)

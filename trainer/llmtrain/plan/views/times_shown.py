@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from llmtrain_data import units
 
+from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.load import shipped_clusters
+from llmtrain.cluster.tiers import axis_tiers, tier_ranks
 from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, volume_paths
 from llmtrain.plan.cost.least_time import LeastTime, compute_peak
 from llmtrain.plan.cost.save_hold import SaveHold
@@ -53,6 +55,26 @@ def wire_rows(wires: Sequence[WireTime]) -> Iterator[tuple[str, str]]:
             f"wire of {one.tier}",
             f"at least {units.seconds(one.seconds)} on the wire, for {units.size(one.nbytes)} that {sender} at "
             f"{units.rate(one.rate)}",
+        )
+
+
+def slow_links(plan: Plan, wires: Sequence[WireTime], least: LeastTime) -> Iterator[str]:
+    """Yield a sentence about links between nodes that take longer than the computation, as gradients cross them for
+    each of several microbatches."""
+    slow = [one for one in wires if one.per == "node" and least.compute is not None and one.seconds > least.compute]
+    microbatches = plan.batch.microbatches
+    if not slow or microbatches == 1 or plan.pipeline.name == "breadth-first":
+        return
+    inside = tier_ranks(axis_tiers(plan.tiers, plan.grid, Axis.DATA), "node")
+    degrees = next(iter(plan.sharding.placements.values())).degrees
+    # Gradients are sharded at least as far as weights.
+    states = [name for name in ("weights", "gradients") if getattr(degrees, name) > inside]
+    if states:
+        parts = " ".join(f"zero.partition.{name}=node" for name in states)
+        yield (
+            f"the links of {slow[0].tier} take longer than the computation, as gradients cross them for each of the "
+            f"{microbatches} microbatches of a step; {parts}, which takes more memory, or a larger train.microbatch "
+            "with activation_checkpointing=full sends less"
         )
 
 

@@ -22,7 +22,7 @@ from llmtrain.plan.resolve.check import advice, check
 from llmtrain.plan.resolve.described import assumed, described_run
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.refusal import refusal
-from llmtrain.plan.views.times_shown import unknown_rates
+from llmtrain.plan.views.times_shown import slow_links, unknown_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,8 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
     programs = programs_of(plan)
     budget, moved = memory_budget(plan, programs), moved_of(plan, programs)
     found, role = lane_times(plan, programs, moved), most_offloaded(budget).role
-    traffic = step_traffic(plan, programs)
+    traffic, least = step_traffic(plan, programs), least_time(plan, found)
+    wires = wire_times(plan, programs, traffic)
     simulated, computation = simulated_step(plan, role.rank, found), rank_computation(plan, role.rank)
     return PlanView(
         plan=plan,
@@ -114,13 +115,13 @@ def _view(name_or_path: str, overrides: Sequence[str], ranks: int | None) -> Pla
         traffic=traffic,
         moved=moved(role.rank),
         lane_times=found if simulated is not None or any(lane.name != CPU for lane in found) else (),
-        wires=wire_times(plan, programs, traffic),
+        wires=wires,
         simulated=simulated,
         save=save_hold(plan, role, None if computation is None else computation.seconds),
-        least=least_time(plan, found),
+        least=least,
         problem=refusal(recipe, facts, plan, budget),
         auto=decisions(recipe, plan.record),
-        advice=[*assumed(recipe, facts, plan), *advice(recipe, plan)],
+        advice=[*assumed(recipe, facts, plan), *advice(recipe, plan), *slow_links(plan, wires, least)],
     )
 
 
