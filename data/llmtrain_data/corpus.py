@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders that `stdlib` skips: third-party packages, and tests, which are half of the library and repetitive."""
 
+# Kinds of files in a folder that are read as others.
+_NAMES = {"table": "tables as text"}
+_TABLES = (
+    "llmtrain reads the rows of a table that is not compressed, by its own path; give it so, convert it to JSON lines "
+    "or Parquet, or take it as text with --input-format text"
+)
+
 
 @dataclass(frozen=True)
 class FileCorpus:
@@ -51,7 +58,7 @@ class FileCorpus:
         kind = _kind_by_name(path, self.options, alone=not self.whole_files)
         if kind == "json":
             return "jsonl" if readers.begins_with_record(path, self.options.text_key) else "text"
-        return kind
+        return "text" if kind == "table" else kind
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,9 @@ def _folder(root: Path, options: CorpusOptions) -> FileCorpus:
     # With the files that are left out, of which the lines at the end tell: the counts add up.
     found = len(files) + left_out.count()
     kinds = Counter(sorted(_kind_by_name(path, options, alone=False) for path in files))
-    shares = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    if set(kinds) == {"table"}:
+        raise DataError(f"input {root} has only tables. {_TABLES}")
+    shares = ", ".join(f"{count} {_NAMES.get(kind, kind)}" for kind, count in kinds.most_common())
     description = f"{found} files {order} ({shares})" if len(files) > 1 else files[0].name
     return FileCorpus(_ordered(files, root, options), options, True, description, left_out=left_out)
 
@@ -198,15 +207,15 @@ def _ordered(files: list[Path], root: Path, options: CorpusOptions) -> list[Path
 
 def _kind_by_name(path: Path, options: CorpusOptions, alone: bool) -> str:
     """Return the reader for a file; `json` if its first line decides. A `.json` file holds records if it is the input
-    itself, mostly text inside a folder. Raises DataError for a table, which only `datasets` reads, by itself."""
+    itself, mostly text inside a folder, where a `table`, such as one among source files, is text. Raises DataError for
+    a compressed table that is the input itself."""
     if options.input_format != "auto":
         return options.input_format
     suffix = (Path(path.stem) if path.suffix.lower() in COMPRESSION else path).suffix.lower()
     if suffix in HF_FILES:
-        raise DataError(
-            f"input {path} is a table, which must be the only input and not compressed; give it so, convert it to JSON "
-            "lines or Parquet, or take it as text with --input-format text"
-        )
+        if alone:
+            raise DataError(f"input {path} is a compressed table. {_TABLES}")
+        return "table"
     if suffix == ".json":
         return "jsonl" if alone else "json"
     return RECORDS.get(suffix, "text")

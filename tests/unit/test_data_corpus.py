@@ -216,10 +216,21 @@ def test_a_table_that_datasets_does_not_open_is_refused(tmp_path: Path, name: st
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"id,text\n1,one\n" if path.suffix == ".tsv" else gzip.compress(b"id,text\n1,one\n"))
     source = path if path.parent == tmp_path else path.parent
-    with pytest.raises(DataError, match=rf"{re.escape(str(path))} is a table, which must be the only input and not"):
+    with pytest.raises(
+        DataError, match=rf"{re.escape(str(source))} (is a compressed table|has only tables)\. llmtrain"
+    ):
         documents(source)
     if path.suffix != ".zst":
         assert documents(source, input_format="text") == ["id,text\n1,one\n"]
+
+
+def test_a_table_among_other_files_is_text(tmp_path: Path) -> None:
+    """As in a folder of source code. The description says so."""
+    (tmp_path / "a.py").write_text("pass")
+    (tmp_path / "b.csv").write_text("id,text")
+    assert sorted(documents(tmp_path)) == ["id,text", "pass"]
+    description = open_corpus(str(tmp_path), CorpusOptions()).description
+    assert description == "2 files in a fixed shuffled order (1 tables as text, 1 text)"
 
 
 @pytest.mark.parametrize("chunk", [4, 1 << 20])
