@@ -93,7 +93,8 @@ def _devices(built_for_gpu: bool) -> Finding:
         return Finding("gpu", "wrong", f"{driver} is here, but torch is a CPU build", advice)
     if driver:
         return Finding("gpu", "wrong", f"{driver} is here, but torch finds no GPU", f"see what `{driver}` says")
-    if has_nvidia_gpus():
+    # A container sees what the driver has, also where it is given none of it.
+    if has_nvidia_gpus() or any(Path("/proc/driver/nvidia/gpus").glob("*")):
         advice = "start the container with --gpus all, or see what nvidia-smi says outside of it"
         return Finding("gpu", "wrong", "NVIDIA's driver has GPUs, but torch finds none", advice)
     return Finding("gpu", "absent", "training runs on the CPU")
