@@ -19,7 +19,7 @@ MAX_IDS = 2**24
 Vocab = Annotated[int, Field(ge=1, le=MAX_IDS)]
 NodeRanks = Annotated[int, Field(ge=1, le=2**12)]
 MAX_RANKS = 2**17
-RanksOrMore = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+PositiveRanks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 RanksOrNone = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Socket timeouts overflow above about a month.

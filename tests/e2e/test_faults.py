@@ -278,7 +278,8 @@ def last_words(errors: str) -> list[str]:
 
 
 def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: Path) -> None:
-    """The same rank is lost twice before the first checkpoint, so the third attempt leaves it out."""
+    """The same rank is lost twice before the first checkpoint, so the third attempt leaves it out. The user writes the
+    next experiment's recipe meanwhile."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(RECIPE.format(name="tiny", folder=corpus, runs=tmp_path, steps=60, timeout=TIMEOUT))
     series = Series(recipe, tmp_path / "tiny", ("2", "checkpoint.every=40", "train.max_restarts=2"), random.Random(0))
@@ -290,6 +291,7 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
             ranks = [rank for rank in psutil.Process(process.pid).children() if rank.pid not in lost]
             time.sleep(0.01)
         lost |= {rank.pid for rank in ranks}
+        recipe.write_text("name: other")
         ranks[1].kill()
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from llmtrain_data.bounds import Factor, NodeRanks, RanksOrMore
+from llmtrain_data.bounds import Factor, NodeRanks, PositiveRanks
 from pydantic import Field
 
 from llmtrain.cluster.quantity import Bandwidth, Size, Speed, Time, Unit, quantity
@@ -171,7 +171,7 @@ class NodeGroup:
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     name: str
-    nodes: RanksOrMore | None = None
+    nodes: PositiveRanks | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()
     speed: Factor | None = None

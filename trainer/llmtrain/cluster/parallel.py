@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain_data.bounds import RanksOrMore
+from llmtrain_data.bounds import PositiveRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class ParallelConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
-    tensor: RanksOrMore = 1
-    pipeline: RanksOrMore = 1
-    data: RanksOrMore | Literal["auto"] = "auto"
+    tensor: PositiveRanks = 1
+    pipeline: PositiveRanks = 1
+    data: PositiveRanks | Literal["auto"] = "auto"
     sequence: bool = False
     order: Literal["pipeline-data-tensor", "data-pipeline-tensor"] = "pipeline-data-tensor"

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from llmtrain_data.bounds import RanksOrMore, RanksOrNone
+from llmtrain_data.bounds import PositiveRanks, RanksOrNone
 from pydantic import Field
 
 from llmtrain.cluster.quantity import Size, quantity
 
 # A number of ranks, the name of a link tier (node, all, or one that the cluster file names), or auto.
-Degree = RanksOrMore | str
+Degree = PositiveRanks | str
 ZeroStage = Literal[0, 1, 2, 3]
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 # A number of bytes, or a quantity such as 2GB.

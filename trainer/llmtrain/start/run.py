@@ -1,5 +1,6 @@
 """`llmtrain run`: load the recipe, check and plan it; then print the plan, launch ranks, or train as one of them."""
 
+import json
 import os
 import signal
 import time
@@ -44,13 +45,17 @@ from llmtrain.plan.resolve.offload_check import offload_kernels, offload_problem
 from llmtrain.plan.resolve.prepare import check_and_plan, check_recipe, folders_above, named_facts
 from llmtrain.plan.resolve.refusal import refusal
 from llmtrain.plan.views.summary import summarize
-from llmtrain.recipe.load import load_recipe
+from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
 from llmtrain.start.dry_run import print_plan
 from llmtrain.training.open_choices import OpenChoices
 
 # The least compute capability of NVIDIA's GPUs that compute in bf16.
 BF16 = (8, 0)
+# Holds the recipe for the ranks that this process starts.
+RECIPE = "LLMTRAIN_RECIPE"
+# Bytes of an environment variable; Linux takes 128 KiB with its name.
+LONGEST_VARIABLE = 120_000
 # Seconds that ranks leave the first one of their machine to report a bad recipe.
 REPORT = 10.0
 
@@ -68,8 +73,9 @@ def start(
     allow_many_files()
     place = launched(os.environ, nproc)
     with _reported_once(place):
-        recipe = load_recipe(name, overrides)
-        check_recipe(recipe, folders_above(name))
+        held = _held_recipe(place)
+        recipe = held or load_recipe(name, overrides)
+        check_recipe(recipe, () if held else folders_above(name))
         check_start(checkpointing(recipe.checkpoint), Path(recipe.logging.dir, recipe.name, "checkpoints"))
     if place is None and not dry_run:
         _refuse_second(Path(recipe.logging.dir, recipe.name))
@@ -110,6 +116,12 @@ def start(
     else:
         words = ["run", name, *overrides, *(["--force"] if force else [])]
         _launch(words, recipe, facts, force)
+
+
+def _held_recipe(place: Launched | None) -> Recipe | None:
+    """Return the recipe that `llmtrain run` has given to this rank, which it has started; None if there is none."""
+    text = os.environ.get(RECIPE) if place is not None and place.by == "llmtrain" else None
+    return None if text is None else parse_recipe(json.loads(text))
 
 
 def open_choices(recipe: Recipe) -> OpenChoices:
@@ -270,6 +282,10 @@ def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None
     from llmtrain.launch.local import Restarts, launch
 
     folder = Path(recipe.logging.dir, recipe.name, "checkpoints")
+    # Ranks that start again take the recipe as it was, whatever its file has become.
+    text = json.dumps(as_data(recipe))
+    if len(text) <= LONGEST_VARIABLE:
+        os.environ[RECIPE] = text
 
     def newest() -> int | None:
         found = step_folders(folder)
