@@ -87,13 +87,16 @@ def surely_exceeds(plan: Plan) -> bool:
     limit, host = stated_memory(plan.cluster), stated_host_memory(plan.cluster, plan.grid.world)
     if limit is None:
         return False
-    sure = {role: sure_bytes(plan, role) for role in roles(plan)}
-    if max(sure.values()) > limit.size:
-        return True
+    least = limit.size
+    for role in roles(plan):
+        # The first rank that exceeds it decides: there may be hundreds of roles.
+        if (sure := sure_bytes(plan, role)) > limit.size:
+            return True
+        least = min(least, sure)
     if host is None or plan.device == "cpu":
         return False
-    on_host = _mean_on_host(plan, {role: sum(host_memory(plan, role).values()) for role in sure})
-    return on_host - host.size > limit.size - min(sure.values())
+    on_host = _mean_on_host(plan, {role: sum(host_memory(plan, role).values()) for role in roles(plan)})
+    return on_host - host.size > limit.size - least
 
 
 def sure_bytes(plan: Plan, role: Role) -> int:
