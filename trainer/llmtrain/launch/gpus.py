@@ -248,7 +248,7 @@ def fixed_segments(environment: Mapping[str, str]) -> str | None:
         return None
     return (
         f"{_OLD_ALLOCATOR} is {environment[_OLD_ALLOCATOR]}, and torch reads it in place of the {ALLOCATOR} that a run "
-        f"sets: memory that sizes of other steps have split stays unused; add {_SEGMENTS} to it, or unset it"
+        f"sets, so fragmentation may run a GPU out of memory; add {_SEGMENTS} to it, or unset it"
     )
 
 

@@ -72,9 +72,9 @@ def slow_links(plan: Plan, wires: Sequence[WireTime], least: LeastTime) -> Itera
     if states:
         parts = " ".join(f"zero.partition.{name}=node" for name in states)
         yield (
-            f"the links of {slow[0].tier} take longer than the computation, as gradients cross them for each of the "
-            f"{microbatches} microbatches of a step; {parts}, which takes more memory, or a larger train.microbatch "
-            "with activation_checkpointing=full sends less"
+            f"the links of tier {slow[0].tier} take longer than the computation, as gradients cross them for each of "
+            f"the {microbatches} microbatches of a step; {parts}, which takes more memory, or a larger "
+            "train.microbatch with activation_checkpointing=full sends less"
         )
 
 
