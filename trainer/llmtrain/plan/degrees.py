@@ -39,7 +39,7 @@ def zero_settings(
     a rank with given settings; None if the description has no memory, and `auto` is then a node. Raises BadInputError
     with the key and the rule that it breaks.
     """
-    zero, quantize = _with_preset(recipe.zero, recipe.quantize, tiers)
+    zero, quantize = with_preset(recipe.zero, recipe.quantize, tiers)
 
     def settings(degrees: Degrees) -> ZeroSettings:
         hierarchical = zero.hierarchical == "auto" or zero.hierarchical
@@ -55,9 +55,7 @@ def _resident(zero: ZeroConfig) -> int:
     return int(quantity(zero.resident, "byte")) if isinstance(zero.resident, str) else zero.resident
 
 
-def _with_preset(
-    zero: ZeroConfig, quantize: QuantizeConfig, tiers: Sequence[Tier]
-) -> tuple[ZeroConfig, QuantizeConfig]:
+def with_preset(zero: ZeroConfig, quantize: QuantizeConfig, tiers: Sequence[Tier]) -> tuple[ZeroConfig, QuantizeConfig]:
     """Return both sections with the preset's values for keys that are left out."""
     if zero.preset is None:
         return zero, quantize

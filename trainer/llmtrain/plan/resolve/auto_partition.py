@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from llmtrain.cluster.layout import Axis
+from llmtrain.cluster.tiers import axis_tiers
+from llmtrain.plan.degrees import with_preset
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe.schema import Recipe
 
 
 def with_larger_parts(recipe: Recipe, plan: Plan) -> Iterator[Recipe]:
     """Yield the recipe with each larger number of ranks in place of `auto`, ascending. plan: of the recipe."""
-    given, ranks = recipe.zero.partition, plan.grid.degree(Axis.DATA)
-    if recipe.zero.preset == "mics" and given.weights is None:
-        given = replace(given, weights="auto")
+    ranks, tiers = plan.grid.degree(Axis.DATA), axis_tiers(plan.tiers, plan.grid, Axis.DATA)
+    given = with_preset(recipe.zero, recipe.quantize, tiers)[0].partition
     states = [entry.name for entry in fields(given) if getattr(given, entry.name) == "auto"]
     if not states:
         return
