@@ -116,10 +116,13 @@ def test_no_more_ranks_than_the_cluster_has(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_tensor_parallelism_stays_in_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """One GPU per machine: more machines share the model states, and no layer goes over the network between them."""
-    keys = (*LARGE, "model.heads=8", cluster(5 * 10**9, ranks=1), "cluster.node.host.memory=16GB")
-    _, _, error = planned(capsys, *keys, "--ranks", "1")
-    assert "parallel.tensor=" not in error
+    """One GPU per machine, each with the memory that a layer over eight of them would need."""
+    keys = (*LARGE, "train.microbatch=1", "activation_checkpointing=full", "checkpoint.async=false")
+    _, budget = made(*keys, "parallel.tensor=8", cluster(None))
+    for ranks, said in ((8, True), (1, False)):
+        memory = (cluster(budget.fullest.total, ranks=ranks), f"cluster.node.host.memory={ranks * budget.host}B")
+        _, _, error = planned(capsys, *keys, *memory, "--ranks", "1")
+        assert ("8 ranks with parallel.tensor=8" in error) is said
 
 
 def test_a_host_without_room_for_the_processes(capsys: pytest.CaptureFixture[str]) -> None:
