@@ -111,10 +111,10 @@ def test_offloaded_activations_are_recomputed(planned: Planned) -> None:
 
 def test_a_host_with_room_for_the_states_that_must_leave(planned: Planned) -> None:
     """Room on the host for all optimizer states is not needed where the device keeps some of them."""
-    keys = ("offload.optimizer=host", "offload.spare=0", "checkpoint.async=false")
+    keys = ("cluster.node.ranks=1", "offload.optimizer=host", "offload.spare=0", "checkpoint.async=false")
     ample = planned("3GB", *keys, world=1)
     assert 0 < ample.sharding.offload.share < 1
-    scarce = planned("3GB", *keys, f"cluster.node.host.memory={8 * memory_budget(ample).host}B", world=1)
+    scarce = planned("3GB", *keys, f"cluster.node.host.memory={memory_budget(ample).host}B", world=1)
     for made in (ample, scarce):
         assert not memory_budget(made).exceeds
     assert (scarce.batch.microbatch, scarce.recomputes) == (ample.batch.microbatch, ample.recomputes)
