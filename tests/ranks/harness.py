@@ -5,14 +5,16 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import sha1
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 from llmtrain.checkpoint.read import CheckpointReader
 
 from tests.ranks.forks import environment
@@ -170,6 +172,11 @@ class Result:
 
 Trained = Callable[[Case], Result]
 """Trains a case, if it is not yet trained, and returns its result."""
+
+
+def soak_except(soon: Container[Case], every: Iterable[Case]) -> list[ParameterSet]:
+    """Return every case as a parameter of a test; those that are not in `soon` are soak tests."""
+    return [pytest.param(case, marks=() if case in soon else pytest.mark.soak) for case in every]
 
 
 def assert_same_states(ours: "Result", theirs: "Result") -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.ranks.harness import Case, Trained, Trainer, resumed, worst_difference
+from tests.ranks.harness import Case, Trained, Trainer, resumed, soak_except, worst_difference
 from tests.ranks.strategies import INT4, INT8, SECOND
 from tests.ranks.test_parity import check, settled
 
@@ -88,24 +88,29 @@ BY_STAGE = [
     ),
 ]  # fmt: skip
 COVERING = [
-    *BY_STAGE,
+    BY_STAGE[1],
     grid(1, 2, 1, schedule="gpipe", family="neox"),
     grid(1, 4, 2, schedule="interleaved", family="gpt2"),
     grid(1, 2, 2, schedule="message-driven"),
     grid(2, 2, 2, schedule="zero-bubble", family="gpt2", sequence=True),
-    grid(2, 2, 2, "zero.stage=3", schedule="1f1b", family="neox"),
-    grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
-    grid(2, 4, 1, schedule="zero-bubble-v", family="gpt2", sequence=True),
     grid(2, 1, 2, "zero.preset=mics", family="llama", sequence=True),
-    pytest.param(grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True), marks=pytest.mark.soak),
-    grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
-    *SPLITS[1:4:2],
+    SPLITS[3],
     # A stage has more blocks of sharded weights than a plain backward pass holds gathered at once.
     replace(grid(1, 2, 2, "zero.stage=3", schedule="zero-bubble"), base=("model.layers=10", "model.kv_heads=4")),
 ]
+# Further ones, which are soak tests.
+FURTHER = [
+    BY_STAGE[0],
+    grid(2, 2, 2, "zero.stage=3", schedule="1f1b", family="neox"),
+    grid(2, 2, 2, "zero.stage=3", schedule="message-driven", sequence=True),
+    grid(2, 4, 1, schedule="zero-bubble-v", family="gpt2", sequence=True),
+    grid(2, 1, 2, "zero.stage=2", family="gpt2", sequence=True),
+    grid(1, 4, 2, "zero.stage=1", schedule="message-driven", family="neox"),
+    SPLITS[1],
+]
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+@pytest.mark.parametrize("case", soak_except(COVERING, COVERING + FURTHER), ids=str)
 def test_grids(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
@@ -113,27 +118,24 @@ def test_grids(case: Case, trained: Trained) -> None:
 # Quantization inside grids, with and without sequence parallelism, and with tiers on the data axis: in nodes of twice
 # the tensor degree, two ranks of the data axis are neighbours.
 QUANTIZED = [
-    grid(2, 2, 2, "zero.preset=zero++", sequence=True),
     grid(2, 1, 2, "zero.preset=zero++"),
     # With 61 ids and partial blocks of biases, TP-replicated parameters have another place in the blocks of each rank.
     grid(2, 1, 2, "zero.stage=1", INT8, "train.compare_every=1", family="gpt2"),
-    *(
-        pytest.param(case, marks=pytest.mark.soak)
-        for case in (
-            grid(2, 1, 2, "zero.stage=0", INT4),
-            grid(2, 2, 2, "zero.preset=topo", node=4),
-            grid(2, 2, 2, "zero.preset=topo", node=2),
-            grid(2, 1, 4, "zero.preset=zero++", node=4),
-            grid(2, 1, 4, "zero.preset=topo", node=4),
-            grid(2, 1, 4, "zero.preset=topo", node=4, sequence=True),
-            grid(2, 1, 4, "zero.stage=3", "zero.secondary=2", INT8, SECOND, INT4, node=4),
-            grid(1, 2, 4, "zero.preset=topo", node=2),
-        )
-    ),
+]
+FURTHER_QUANTIZED = [
+    grid(2, 2, 2, "zero.preset=zero++", sequence=True),
+    grid(2, 1, 2, "zero.stage=0", INT4),
+    grid(2, 2, 2, "zero.preset=topo", node=4),
+    grid(2, 2, 2, "zero.preset=topo", node=2),
+    grid(2, 1, 4, "zero.preset=zero++", node=4),
+    grid(2, 1, 4, "zero.preset=topo", node=4),
+    grid(2, 1, 4, "zero.preset=topo", node=4, sequence=True),
+    grid(2, 1, 4, "zero.stage=3", "zero.secondary=2", INT8, SECOND, INT4, node=4),
+    grid(1, 2, 4, "zero.preset=topo", node=2),
 ]
 
 
-@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+@pytest.mark.parametrize("case", soak_except(QUANTIZED, QUANTIZED + FURTHER_QUANTIZED), ids=str)
 def test_quantized(case: Case, trained: Trained) -> None:
     check(trained, case, True)
 
@@ -152,16 +154,15 @@ def test_every_zero_inside(case: Case, quantized: bool, trained: Trained) -> Non
 
 WHOLE = grid(2, 2, 2, "zero.stage=2", sequence=True, schedule="zero-bubble")
 OTHERS = [grid(1, 4, 2, "zero.stage=3"), grid(4, 1, 1), Case(1, (), MODELS["llama"], accumulation=4)]
+PAIRS = [(WHOLE, OTHERS[2]), (OTHERS[1], WHOLE)]
+LATER = [(WHOLE, OTHERS[0]), (WHOLE, OTHERS[1]), (OTHERS[0], WHOLE), (OTHERS[2], WHOLE)]
 
 
-# Each kind is tested in one of the directions here, and in both in the soak.
-PAIRS = [(WHOLE, OTHERS[0]), (OTHERS[1], WHOLE), (WHOLE, OTHERS[2])]
-REVERSED = [pytest.param(target, source, marks=pytest.mark.soak) for source, target in PAIRS]
-
-
-@pytest.mark.parametrize(("source", "target"), [*PAIRS, *REVERSED], ids=str)
+@pytest.mark.parametrize(
+    ("source", "target"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in LATER)], ids=str
+)
 def test_goes_on_at_another_grid(source: Case, target: Case, trainer: Trainer) -> None:
-    trainer.train([WHOLE, *OTHERS])
+    trainer.train([source, target.reference])
     case = resumed(target, trainer.result(source), 10)
     trainer.train([case])
     ours, whole = trainer.result(case), trainer.result(target.reference)

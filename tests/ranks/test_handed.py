@@ -21,9 +21,10 @@ from tests.ranks.handed import Handed, text
 from tests.ranks.handed_bytes import MESSAGES
 from tests.ranks.harness import Case, Result, Trained
 from tests.ranks.strategies import COVERING as SHARDED
+from tests.ranks.strategies import FURTHER as FURTHER_SHARDED
 from tests.ranks.strategies import NARROW_SUMS, WIDE_SUMS
 from tests.ranks.test_breadth_first import LATER, SOON
-from tests.ranks.test_grid import BY_STAGE, QUANTIZED, every, every_zero
+from tests.ranks.test_grid import BY_STAGE, FURTHER, FURTHER_QUANTIZED, QUANTIZED, every, every_zero
 from tests.ranks.test_grid import COVERING as GRIDS
 
 FEW = ("train.steps=3", "optimizer.warmup=1", "train.eval_every=3", "checkpoint.every=3")
@@ -33,11 +34,6 @@ REDUCTIONS = ("all_to_all", "reduce_scatter")
 def counted(case: Case) -> Case:
     """Return a short run of a case whose calls are counted."""
     return replace(case, keys=(*case.keys, *FEW), handed=True)
-
-
-def cases(found: list[object]) -> list[Case]:
-    """Return the cases among parameters."""
-    return [one if isinstance(one, Case) else one.values[0] for one in found]  # type: ignore[attr-defined]
 
 
 def plan_of(case: Case, result: Result) -> Plan:
@@ -133,22 +129,25 @@ BY_TORCH = [
 FEW_CASES = BY_TORCH + [
     counted(case)
     for case in [
-        *[case for case, _ in SHARDED if case.world in (4, 6) and case.accumulation == 4][::3],
-        *cases(GRIDS)[3:8],
-        *cases(QUANTIZED)[:3],
-        *NARROW_SUMS,
+        *[case for case, _ in SHARDED if case.world in (4, 6)][::5],
+        *GRIDS[2:6],
+        *QUANTIZED,
+        *NARROW_SUMS[1::2],
         *WIDE_SUMS[2::3],
-        *BY_STAGE,
         SOON[2],
     ]
 ]
 MANY = [
     *SOON,
     *LATER,
+    *NARROW_SUMS,
     *WIDE_SUMS,
-    *(case for case, _ in SHARDED),
-    *cases(GRIDS),
-    *cases(QUANTIZED),
+    *BY_STAGE,
+    *(case for case, _ in SHARDED + FURTHER_SHARDED),
+    *GRIDS,
+    *FURTHER,
+    *QUANTIZED,
+    *FURTHER_QUANTIZED,
     *list(every())[::4],
 ]
 MANY += [case for case, _ in every_zero()][::4]

@@ -49,7 +49,7 @@ OFFLOADED = {
     for tier, keys in TIERS.items()
 }
 # The others are soak tests.
-SOON = {("stage 3", "nvme"), ("2x2x2", "nvme"), ("zero-bubble-v, dropout", "host")}
+SOON = {("stage 3", "nvme"), ("zero-bubble-v, dropout", "host")}
 
 
 def beside() -> list[ParameterSet]:

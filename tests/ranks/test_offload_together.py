@@ -46,7 +46,7 @@ def offloaded(name: str, offload: str) -> Case:
 
 
 # The others are soak tests.
-SOON = (("interleaved, tied, fp16 that overflows", "all in files"), ("secondary copy", "all on the host"))
+SOON = (("interleaved, tied, fp16 that overflows", "all in files"),)
 PAIRS = [
     pytest.param(name, offload, marks=() if (name, offload) in SOON else pytest.mark.soak)
     for name in LAYOUTS

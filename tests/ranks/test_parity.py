@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.ranks.harness import STEPS, Case, Result, Trained, worst_difference
+from tests.ranks.harness import STEPS, Case, Result, Trained, soak_except, worst_difference
 from tests.ranks.strategies import BF16, COVERING, INT4, NARROW, NARROW_SUMS, SEQUENCE, WIDE, WIDE_SUMS, cases
 
 
@@ -32,7 +32,7 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 
 
-@pytest.mark.parametrize("case", NARROW_SUMS, ids=str)
+@pytest.mark.parametrize("case", soak_except(NARROW_SUMS[::2], NARROW_SUMS), ids=str)
 def test_sums_of_gradients_in_the_compute_dtype(case: Case, trained: Trained) -> None:
     """bf16 has 8 bits: sums of four microbatches change losses by 3e-4 or less, about as much as another number of
     ranks does (2e-4)."""
@@ -43,7 +43,9 @@ def test_sums_of_gradients_in_the_compute_dtype(case: Case, trained: Trained) ->
     assert theirs.notes("state_bytes")[0][-1] > ours.notes("state_bytes")[0][-1]
 
 
-@pytest.mark.parametrize("case", [case for case in WIDE_SUMS if INT4 not in case.keys], ids=str)
+@pytest.mark.parametrize(
+    "case", soak_except(WIDE_SUMS[1::3], [case for case in WIDE_SUMS if INT4 not in case.keys]), ids=str
+)
 def test_sums_of_gradients_sent_in_fp32(case: Case, trained: Trained) -> None:
     """No sum is rounded. Nor is one in stage 3 within a node, which sends each microbatch's gradients as they are."""
     keys = ("zero.stage=3", BF16, *(key for key in case.keys if key == SEQUENCE))
@@ -95,7 +97,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("case", MODELS, ids=str)
+@pytest.mark.parametrize("case", soak_except(MODELS[::2], MODELS), ids=str)
 def test_models(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 
