@@ -116,7 +116,7 @@ def keys_without(keys: Iterable[str], *names: str) -> list[str]:
     return [key for key in keys if not key.startswith(names)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4))])
 def test_slow_links_carry_at_most_what_the_best_secondary_copy_of_the_same_memory_sends(
     seed: int, tmp_path: Path
 ) -> None:

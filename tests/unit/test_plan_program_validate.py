@@ -372,7 +372,7 @@ def check_random(folder: Path, seed: int, count: int) -> None:
 
 
 def test_random_plans_are_valid(tmp_path: Path) -> None:
-    check_random(tmp_path, 0, 300)
+    check_random(tmp_path, 0, 120)
 
 
 @pytest.mark.soak

@@ -125,8 +125,15 @@ def test_rewound_run_passes_over_the_data(train: Train, monkeypatch: pytest.Monk
     assert evaluations == [0, 10, 20]
 
 
-@pytest.mark.parametrize("action", ["skip", "rewind"])
-@pytest.mark.parametrize("keys", OFFLOADS.values(), ids=OFFLOADS)
+# Each offload with one of the two actions; the others are soak tests.
+ELSEWHERE = [
+    pytest.param(keys, action, id=f"{name}-{action}", marks=pytest.mark.soak if (place + other) % 2 else ())
+    for place, (name, keys) in enumerate(OFFLOADS.items())
+    for other, action in enumerate(("skip", "rewind"))
+]
+
+
+@pytest.mark.parametrize(("keys", "action"), ELSEWHERE)
 def test_a_spike_does_to_states_elsewhere_what_it_does_on_the_device(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], action: str
 ) -> None:
@@ -142,7 +149,8 @@ def test_a_spike_does_to_states_elsewhere_what_it_does_on_the_device(
 @pytest.mark.parametrize(
     ("spiking", "stops"),
     [
-        *((range(13, 15), [stop]) for stop in (9, 12, 13, 14, 17)),
+        *((range(13, 15), [stop]) for stop in (12, 14)),
+        *(pytest.param(range(13, 15), [stop], marks=pytest.mark.soak) for stop in (9, 13, 17)),
         # A stop leaves a checkpoint of step 15; the run then rewinds to step 12, and is stopped again at step 13.
         (range(16, 17), [15, 13]),
     ],
