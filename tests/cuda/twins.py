@@ -26,8 +26,9 @@ from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
-from llmtrain.training import loop
+from llmtrain.training import evaluate, loop, replica_check
 
+from tests.cuda import rehearsal
 from tests.cuda.cases import CASES, INT4, TIED, Case
 from tests.cuda.machine import Event, Stream
 from tests.cuda.nccl_calls import Work
@@ -69,6 +70,11 @@ def _not_yet(values: torch.Tensor) -> Any:
     host = torch.empty_like(values, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
     return lambda: host
+
+
+def _read_at_once(values: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _not_yet(values)()
+    return found
 
 
 def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
@@ -136,6 +142,16 @@ RACES = {
     "received messages, message-driven": Twin(
         CASES["message-driven"], mock.patch.object(NcclMessages, "arrival", _arrived_at_once)
     ),
+    "received messages, gpipe": Twin(CASES["gpipe"], deaf(Transport, "receive")),
+    "received messages, zero bubble v": Twin(CASES["zero bubble v"], deaf(Transport, "receive")),
+    "received messages, breadth-first": Twin(
+        CASES["breadth-first, 2 stages, stage 3"], deaf(Transport, "receive")
+    ),
+    "received messages, dropout": Twin(CASES["dropout, recomputed, 1f1b"], deaf(Transport, "receive")),
+    "gathered weights, registered": Twin(CASES["registered, stage 3"], deaf(GatheredWeights, "wait")),
+    "reduced gradients, registered": Twin(CASES["registered, stage 2"], deaf(GradientReducer, "finish")),
+    "reduced gradients, fp16": Twin(CASES["stage 1, fp16"], deaf(GradientReducer, "finish")),
+    "layers of sequences, dropout": Twin(CASES["dropout, tensor, sequence"], deaf(Pending, "wait")),
     "gathered weights, breadth-first": Twin(
         CASES["breadth-first, stage 3, 2 nodes"], deaf(GatheredWeights, "wait")
     ),
@@ -176,6 +192,15 @@ RACES = {
     "batches that are read": Twin(CASES["one rank"], deaf(DeviceCopies, "copy")),
     "states that are saved": Twin(CASES["saved"], mock.patch.object(Event, "wait", _nothing)),
     "numbers that the host reads": Twin(CASES["one rank"], mock.patch.object(loop, "start_to_host", _not_yet)),
+    "losses of an evaluation": Twin(CASES["checked"], mock.patch.object(evaluate, "to_host", _read_at_once)),
+    "weights of an evaluation": Twin(CASES["checked, stage 3"], deaf(loop, "evaluate")),
+    "packed weights of an evaluation": Twin(CASES["checked, zero++"], deaf(loop, "evaluate")),
+    "messages of an evaluation": Twin(CASES["checked, 1f1b, tied"], deaf(loop, "evaluate")),
+    "replicas that are compared": Twin(
+        CASES["checked, stage 1"], mock.patch.object(replica_check, "to_host", _read_at_once)
+    ),
+    "states that a rewind loads": Twin(CASES["rewound, optimizer on the host"], deaf(rehearsal, "rewind_states")),
+    "weights that a rewind loads": Twin(CASES["rewound, weights on the host"], deaf(rehearsal, "rewind_states")),
 }  # fmt: skip
 
 
