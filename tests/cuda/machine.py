@@ -27,14 +27,16 @@ class Machine:
     """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
     memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what a new thread
     enters. strays: where threads used the device that had not set it; of several GPUs, they would have used the
-    first. early: memory that was freed before another stream than its own was surely done with it. The allocator hands
-    it out again at once, in the order of the stream on which it was allocated."""
+    first. rounded: where operators round a number to 16 bits before they compute with it. early: memory that was
+    freed before another stream than its own was surely done with it. The allocator hands it out again at once, in the
+    order of the stream on which it was allocated."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
+    rounded: list[str] = field(default_factory=list)
     early: Counter[str] = field(default_factory=Counter)
     streams: int = 0
     priorities: set[int] = field(default_factory=set)

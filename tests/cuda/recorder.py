@@ -54,6 +54,8 @@ class Recorder(TorchDispatchMode):
         known = {id(tensor) for tensor in (*reads, *writes)}
         writes += [tensor for tensor in tensors_of(found) if id(tensor) not in known]
         machine.compute(name, reads, writes)
+        if torch.Tag.pointwise in op.tags and name != "copy_" and _rounds_a_number(given, args, kwargs):
+            machine.rounded.append(f"{machine.thread}: {machine.where()}")
         if name in ("copy_", "_to_copy"):
             self._copied(found if name == "_to_copy" else args[0], args[-1 if name == "_to_copy" else 1], args, kwargs)
         elif op in READS_BACK and any(tensor.is_cuda for tensor in reads):
@@ -83,6 +85,16 @@ def _described(op: Any) -> tuple[str, bool, tuple[tuple[bool, tuple[int, str]], 
         for place, one in enumerate(schema.arguments)
     )
     return schema.name.split("::")[1], views, given
+
+
+def _rounds_a_number(given: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a GPU computes with 16 bits of a number that has more: a tensor without dimensions does not take
+    part in the choice of the dtype, and unlike a CPU, a GPU does not read it as it was."""
+    inputs = [one for each in given if each[1][1] != "out" for one in tensors_of(next(_values([each], args, kwargs)))]
+    halves = any(one.dim() and one.is_floating_point() and one.itemsize == 2 for one in inputs)
+    return halves and any(
+        one.is_cuda and not one.dim() and one.is_floating_point() and one.itemsize > 2 for one in inputs
+    )
 
 
 def _values(given: Any, args: Any, kwargs: Any) -> Iterator[Any]:

@@ -56,15 +56,16 @@ CUDA = torch.device("cuda", 0)
 class Rehearsed:
     """What a rank did. early: memory that was freed while another stream may use it. waits: in the last step, where its
     main thread waited for the device. pageable: copies between the device and pageable memory. strays: threads that
-    used the device and had not set it. applied: steps that changed the weights. groups: its communicators, with their
-    calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere. planned: the same by
-    the plan. priorities: of its streams."""
+    used the device and had not set it. rounded: numbers that operators round to 16 bits. applied: steps that changed
+    the weights. groups: its communicators, with their calls. copied: bytes that a step copied to the host and to the
+    device for what rests elsewhere. planned: the same by the plan. priorities: of its streams."""
 
     races: list[str]
     early: list[str]
     waits: list[str]
     pageable: list[str]
     strays: list[str]
+    rounded: list[str]
     applied: int
     groups: list[Group]
     copied: tuple[float, float]
@@ -107,8 +108,8 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
             planned = _planned(run.plan, rank)
     return Rehearsed(
         races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=pageable,
-        strays=machine.strays, applied=applied, groups=calls.groups, copied=(down, up), planned=planned,
-        priorities=machine.priorities,
+        strays=machine.strays, rounded=machine.rounded, applied=applied, groups=calls.groups, copied=(down, up),
+        planned=planned, priorities=machine.priorities,
     )  # fmt: skip
 
 

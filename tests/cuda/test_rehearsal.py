@@ -30,6 +30,12 @@ def test_memory_is_used_in_order(case: str, answer: Answer) -> None:
     assert found["applied"] == STEPS
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_no_number_is_rounded(case: str, answer: Answer) -> None:
+    """Factors have 32 bits also where they multiply 16-bit gradients."""
+    assert answer("cases", case)["rounded"] == []
+
+
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.world > 1])
 def test_ranks_make_the_same_calls(case: str, answer: Answer) -> None:
     """In one order on each communicator, so that no rank waits for ever."""
@@ -126,6 +132,12 @@ def test_a_pageable_copy_is_found(twin: str, answer: Answer) -> None:
 def test_a_thread_that_sets_no_device_is_found(twin: str, answer: Answer) -> None:
     """On the second GPU of a node, it would use the first."""
     assert answer("twins", twin)["strays"] != []
+
+
+@pytest.mark.parametrize("twin", ["rounded"])
+def test_a_rounded_number_is_found(twin: str, answer: Answer) -> None:
+    """A factor of gradients, as a tensor without dimensions."""
+    assert answer("twins", twin)["rounded"] != []
 
 
 @pytest.mark.parametrize("twin", ["waits"])

@@ -27,6 +27,7 @@ from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
 from llmtrain.training import evaluate, loop, replica_check
+from llmtrain_kernels.cross_entropy import op
 
 from tests.cuda import rehearsal
 from tests.cuda.cases import CASES, INT4, TIED, Case
@@ -208,6 +209,10 @@ def _pageable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.to(device)
 
 
+def _scaled_by_a_number(grad_x: torch.Tensor, grad_weight: torch.Tensor, scale: torch.Tensor) -> Any:
+    return grad_x.mul_(scale), SCALED(grad_x, grad_weight, scale)[1]
+
+
 def _as_it_is(work: Any) -> Any:
     return work
 
@@ -237,9 +242,10 @@ def _tied_first(self: ReplicaGroups, units: Any) -> None:
     FINISH(replace(self, tied={}), units)
 
 
-STEP, FINISH = Engine.step, ReplicaGroups.finish
+STEP, FINISH, SCALED = Engine.step, ReplicaGroups.finish, op.scaled
 OTHERS = {
     "pageable": Twin(CASES["one rank"], mock.patch.object(ranks, "to_device", _pageable)),
+    "rounded": Twin(CASES["one rank"], mock.patch.object(op, "scaled", _scaled_by_a_number)),
     "device": Twin(CASES["one rank"], mock.patch.object(stream, "on_this_device", _as_it_is)),
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards), (0,)),

@@ -36,6 +36,7 @@ def found_in(case: Case) -> dict[str, Any]:
         "waits": max((one.waits for one in ranks), key=len),
         "pageable": sorted({copy for one in ranks for copy in one.pageable}),
         "strays": sorted({stray for one in ranks for stray in one.strays}),
+        "rounded": sorted({number for one in ranks for number in one.rounded}),
         "applied": min(one.applied for one in ranks),
         "copied": [one.copied for one in ranks],
         "planned": [one.planned for one in ranks],
@@ -80,6 +81,7 @@ def found_in_twin(name: str) -> dict[str, Any]:
         "waits": first.waits,
         "pageable": first.pageable,
         "strays": first.strays,
+        "rounded": first.rounded,
         "disagreements": disagreements(groups) if twin.breaks else [],
         "deadlock": deadlock(groups) if twin.breaks else [],
     }

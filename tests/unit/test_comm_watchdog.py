@@ -129,6 +129,23 @@ def test_the_rank_at_fault_is_left_for_the_launcher(
     notes.close()
 
 
+@pytest.mark.parametrize(("rank", "by_agent", "waits"), [(0, False, 2.0), (0, True, 0.0), (1, False, 0.0)])
+def test_a_rank_that_holds_the_store_ends_after_the_others_have_read_its_word(
+    rank: int, by_agent: bool, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an agent, which holds it longer, the first rank does."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    store, slept = dist.HashStore(), list[float]()
+    watching = Watchdog(Activity(rank), store, 2, 600.0, noted=False)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=time.time, sleep=slept.append))
+    watching.leave_word()
+    assert sum(slept) == waits * watchdog.LONGEST_ROUND
+    assert store.check([watchdog.VERDICT])
+    watching.end()
+
+
 def test_only_the_thread_that_computes_is_said_to_wait() -> None:
     activity, seen = Activity(0), list[bool]()
 

@@ -124,17 +124,27 @@ def test_the_operator_is_sound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "capability", "shared"),
+    ("dtype", "dim", "dropout", "capability", "shared"),
     [
-        (torch.bfloat16, 64, (9, 0), True),
-        (torch.float16, 64, (8, 0), True),
-        (torch.float16, 64, (7, 5), False),
-        (torch.bfloat16, 320, (9, 0), False),
-        (torch.float32, 64, (9, 0), False),
+        (torch.bfloat16, 64, 0.0, (9, 0), True),
+        (torch.float16, 64, 0.1, (8, 0), True),
+        (torch.float16, 64, 0.0, (7, 5), False),
+        (torch.bfloat16, 320, 0.0, (9, 0), False),
+        (torch.float32, 64, 0.0, (9, 0), False),
+        (torch.bfloat16, 192, 0.1, (8, 9), True),
+        (torch.bfloat16, 224, 0.0, (8, 9), False),
+        (torch.bfloat16, 256, 0.0, (8, 6), True),
+        (torch.bfloat16, 256, 0.1, (12, 0), False),
+        (torch.bfloat16, 256, 0.1, (10, 0), True),
     ],
 )
 def test_only_flash_attention_shares_keys_on_gpus(
-    dtype: torch.dtype, dim: int, capability: tuple[int, int], shared: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    dim: int,
+    dropout: float,
+    capability: tuple[int, int],
+    shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each other kernel gets the keys and values of each query head."""
     given: list[tuple[int, bool]] = []
@@ -148,7 +158,7 @@ def test_only_flash_attention_shares_keys_on_gpus(
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 8, heads, dim, dtype=dtype, device="cuda") for heads in (6, 2, 2))
-        attention.causal_attention(q, k, v)
+        attention.causal_attention(q, k, v, dropout)
     assert given == [(2, True)] if shared else [(6, False)]
 
 

@@ -168,6 +168,17 @@ def test_nccl_holds_the_first_sends_until_their_receives_are_posted(
     assert store.num_keys() == 0
 
 
+def test_receivers_need_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that holds the store has so many files at most."""
+    store, cloned = dist.HashStore(), list[object]()
+    monkeypatch.setattr(dist.HashStore, "clone", lambda self: cloned.append(self) or self)
+    posted = PostedReceives(store, 0, {CHANNEL: 1}, told=1, patience=timedelta(minutes=1))
+    posted.tell(CHANNEL)
+    assert not cloned
+    assert [posted.next(CHANNEL) is None for _ in range(3)] == [False, True, True]
+    assert cloned == [store]
+
+
 def test_nccl_sends_nothing_after_a_send_that_failed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver would take the second message for the first. Who waits hears of the error."""
     calls, cpu = list[int](), torch.device("cpu")

@@ -18,6 +18,10 @@ from llmtrain_kernels.rotary.op import rotated
 Rotary = tuple[Tensor, Tensor]
 # The least compute capability of NVIDIA's GPUs for torch's FlashAttention.
 FLASH_CAPABILITY = (8, 0)
+# GPUs of consumers and for inference, and the heads that torch's FlashAttention does not train on them: wider than the
+# first number, up to the second without dropout (torch, sdp_utils.cpp).
+SMALL_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
+WIDE_HEAD, WIDER_HEAD = 192, 224
 
 
 def joint_attention(
@@ -72,7 +76,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernel in PACKAGES:
         return _flash_attention(q, k, v, dropout, kernel)
     heads = q.shape[2]
-    if k.shape[2] != heads and q.is_cuda and not _takes_groups(q.dtype, q.shape[3], q.device):
+    if k.shape[2] != heads and q.is_cuda and not _takes_groups(q.dtype, q.shape[3], dropout > 0, q.device):
         # Without a fused kernel for grouped queries, torch falls back to separate operations, which keep all scores.
         # Repeat the keys and values instead.
         k, v = (_of_each_query(x, heads) for x in (k, v))
@@ -83,10 +87,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
 
 
 @constant
-def _takes_groups(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
+def _takes_groups(dtype: torch.dtype, dim: int, drops: bool, device: torch.device) -> bool:
     """Return whether a fused kernel of torch on a GPU lets query heads share keys: FlashAttention alone does."""
-    narrow = dtype in (torch.float16, torch.bfloat16) and dim <= FLASH_CHANNELS
-    return narrow and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+    narrow, capability = dtype in (torch.float16, torch.bfloat16), torch.cuda.get_device_capability(device)
+    # There torch trains no wide heads with it, for which it has too little shared memory.
+    small = any(first <= capability <= last for first, last in SMALL_SHARED_MEMORY)
+    refused = small and (WIDE_HEAD < dim <= WIDER_HEAD or (dim > WIDER_HEAD and drops))
+    return narrow and dim <= FLASH_CHANNELS and capability >= FLASH_CAPABILITY and not refused
 
 
 def _of_each_query(x: Tensor, heads: int) -> Tensor:

@@ -145,8 +145,10 @@ def scaled(grad_x: Tensor, grad_weight: Tensor, scale: Tensor) -> tuple[Tensor, 
     grad_weight: fp32.
     """
     if grad_weight.is_cuda and grad_x.dtype != torch.float32:
-        # One pass. On a CPU torch would make an fp32 copy first.
-        return grad_x.mul_(scale), torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=grad_x.dtype))
+        # One pass each. On a CPU torch would make an fp32 copy first. A GPU rounds a factor without dimensions to the
+        # 16 bits of what it multiplies.
+        weight = torch.empty_like(grad_weight, dtype=grad_x.dtype)
+        return grad_x.mul_(scale.view(1)), torch.mul(grad_weight, scale, out=weight)
     return grad_x.mul_(scale), grad_weight.mul_(scale).to(grad_x.dtype)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from llmtrain.cluster.description import Cluster, Nic
@@ -31,14 +32,23 @@ def group_over(
     timeout: of making the groups and of all operations in them; None for torch's default. ctas: see `group_options`.
     """
     backend = backend or dist.get_backend()
+    # Then NCCL connects now, and not in the first step.
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    options = group_options(backend, cluster, card, timeout, ctas)
     with gloo_over(card):
-        group, _ = dist.new_subgroups_by_enumeration(
-            [list(members) for members in groups],
-            timeout=timeout,
-            backend=backend,
-            pg_options=group_options(backend, cluster, card, timeout, ctas),
-        )
-    return group
+        made = [dist.new_group(list(each), timeout, backend, options, device_id=device) for each in groups]
+    return next((group for group, each in zip(made, groups, strict=True) if dist.get_rank() in each), None)
+
+
+def connect_apart() -> None:
+    """Let each further group over NCCL connect by itself.
+
+    torch would else split it from the group of all ranks. All of them take part in each split, one after the other, and
+    wait there with Python's lock, so that no watchdog could end a run in which one of them is lost.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = None
 
 
 @contextmanager

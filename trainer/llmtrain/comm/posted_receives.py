@@ -18,8 +18,8 @@ class PostedReceives:
         """peers: the rank at the other end of each channel. told: the first messages of each channel whose receives
         are told. patience: how long to wait for one; the watchdog ends a run whose rank is lost before."""
         self._store, self._rank, self._peers, self._told, self._patience = store, rank, peers, told, patience
-        # A call that waits would block other users of a connection.
-        self._connections = {channel: store.clone() for channel in peers}  # type: ignore[attr-defined]
+        # Of the channels that this rank sends on. A call that waits would block other users of a connection.
+        self._connections: dict[Channel, dist.Store] = {}
         self._received, self._sent = Counter[Channel](), Counter[Channel]()
 
     def tell(self, channel: Channel) -> None:
@@ -32,15 +32,20 @@ class PostedReceives:
     def next(self, channel: Channel) -> Callable[[], None] | None:
         """Return what waits until the receiver has posted the receive of the next message, for a thread of the channel;
         None for a message whose receive is not told. Raises RuntimeError if the receiver does not in time."""
-        number, store = self._sent[channel], self._connections[channel]
+        number = self._sent[channel]
         self._sent[channel] += 1
+        if number >= self._told:
+            return None
+        if channel not in self._connections:
+            self._connections[channel] = self._store.clone()  # type: ignore[attr-defined]
+        store = self._connections[channel]
         key = _key(channel, self._peers[channel], number)
 
         def wait() -> None:
             store.wait([key], self._patience)
             store.delete_key(key)
 
-        return wait if number < self._told else None
+        return wait
 
 
 def _key(channel: Channel, receiver: int, number: int) -> str:

@@ -24,7 +24,7 @@ from llmtrain.comm.collectives import Collectives
 from llmtrain.comm.crash_notes import CRASH_NOTES, Ending
 from llmtrain.comm.device import device_of, named_start, to_device, to_host
 from llmtrain.comm.flight_recorder import recorder_of
-from llmtrain.comm.groups import ALWAYS, gloo_over, group_options
+from llmtrain.comm.groups import ALWAYS, connect_apart, gloo_over, group_options
 from llmtrain.comm.nccl_failure import nccl_failure
 from llmtrain.comm.registered_memory import RegisteredMemory
 from llmtrain.comm.watchdog import CONNECTING, Watchdog
@@ -232,6 +232,8 @@ def connect(
             # NCCL then connects now, and not in the first step.
             device_id=device if backend == "nccl" else None,
         )
+    if backend == "nccl":
+        connect_apart()
     links = Links(dist.PrefixStore("llmtrain", store), tiers, cluster, patience)
     return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
 

@@ -25,6 +25,7 @@ from llmtrain.comm.clocks import ClockOffset
 from llmtrain.comm.crash_notes import CRASH_NOTES, Last, Verdict, leave_verdict, read_note
 from llmtrain.comm.device import on_this_device
 from llmtrain.comm.flight_recorder import FlightRecorder, GroupProgress, late_rank, queued_by_all
+from llmtrain.comm.threads import started_by_agent
 from llmtrain.errors import EXIT_FAILED, RESUMES
 
 # Most seconds between two beats; there are at least ROUNDS of them in a timeout.
@@ -126,9 +127,12 @@ class Watchdog:
             return "a machine that is out of reach"
 
     def leave_word(self) -> None:
-        """Tell the others that this rank ends and has said why. They end a little later and print nothing."""
+        """Tell the others that this rank ends and why is said. They end a little later and print nothing."""
         with suppress(RuntimeError):
             self._store.compare_set(VERDICT, "", json.dumps({"sentence": "", "gone": []}))
+        if self._activity.rank == 0 and self._others and not started_by_agent(os.environ):
+            # The others still have to read it, and this process holds the store. Over NCCL they would wait for long.
+            time.sleep(2 * self._pause)
 
     def find_lost(self) -> None:
         """After a loss of contact, wait until the lost rank is found, which ends the process. Return if none is."""
