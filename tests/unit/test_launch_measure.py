@@ -13,7 +13,9 @@ import pytest
 from llmtrain.cluster.control_groups import Quota
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
+from llmtrain.comm import device
 from llmtrain.errors import BadInputError
+from llmtrain.launch import bench_comm
 from llmtrain.launch.measure import discover
 from llmtrain.launch.measure.discover import Card, Machine, discovered, networks, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
@@ -31,6 +33,14 @@ UNEVEN: dict[str, Any] = {
 
 def found(link: Link, rate: float = 1e6, latency: float = 1e-4) -> Measured:
     return Measured(link, latency, rate, (Timing("all-reduce", 1024, 1e-3),))
+
+
+@pytest.mark.parametrize(("seen", "expected"), [(1, "bus 0"), (4, "bus 3"), (0, None)])
+def test_a_rank_is_near_the_gpu_that_it_takes(seen: int, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only one that it sees, or that of its place on the machine."""
+    monkeypatch.setattr(device, "gpu_count", lambda: seen)
+    monkeypatch.setattr(device, "gpus", lambda: [device.Gpu("A", 1, "", f"bus {place}") for place in range(seen)])
+    assert bench_comm._accelerator_address(3) == expected
 
 
 def test_every_tier_and_card_of_a_node_is_measured() -> None:

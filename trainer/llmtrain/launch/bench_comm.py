@@ -180,7 +180,7 @@ def this_accelerator() -> Accelerator | None:
 
 def _accelerator_address(local_rank: int) -> str | None:
     """Return the PCI address of a rank's accelerator, None without one."""
-    from llmtrain.comm.device import gpus
+    from llmtrain.comm.device import device_of, gpus
 
-    seen = gpus()
-    return seen[local_rank].address if local_rank < len(seen) else None
+    seen, place = gpus(), device_of(local_rank).index
+    return seen[place].address if place is not None and place < len(seen) else None
