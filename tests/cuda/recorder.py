@@ -90,11 +90,11 @@ def _described(op: Any) -> tuple[str, bool, tuple[tuple[bool, tuple[int, str]], 
 def _rounds_a_number(given: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a GPU computes with 16 bits of a number that has more: a tensor without dimensions does not take
     part in the choice of the dtype, and unlike a CPU, a GPU does not read it as it was."""
-    inputs = [one for each in given if each[1][1] != "out" for one in tensors_of(next(_values([each], args, kwargs)))]
-    halves = any(one.dim() and one.is_floating_point() and one.itemsize == 2 for one in inputs)
-    return halves and any(
-        one.is_cuda and not one.dim() and one.is_floating_point() and one.itemsize > 2 for one in inputs
-    )
+    named = zip(given, _values(given, args, kwargs), strict=True)
+    inputs = [one for (_, (_, name)), value in named if name != "out" for one in tensors_of(value)]
+    numbers = [one for one in inputs if one.is_floating_point()]
+    halves = any(one.dim() and one.itemsize == 2 for one in numbers)
+    return halves and any(one.is_cuda and not one.dim() and one.itemsize > 2 for one in numbers)
 
 
 def _values(given: Any, args: Any, kwargs: Any) -> Iterator[Any]:

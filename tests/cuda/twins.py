@@ -73,9 +73,8 @@ def _not_yet(values: torch.Tensor) -> Any:
     return lambda: host
 
 
-def _read_at_once(values: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _not_yet(values)()
-    return found
+def _read_at_once(values: torch.Tensor) -> Any:
+    return _not_yet(values)()
 
 
 def _thread_at_once(self: CudaThreadStream, job: Callable[[], object]) -> Any:
@@ -125,39 +124,36 @@ def _saved_and_forgotten(self: GpuCopies, values: torch.Tensor, region: int) -> 
 
 
 PUBLISH, SAVE, WAIT = StreamCopies.publish, GpuCopies.save, GatheredWeights.wait
+# By what waits for nothing, the cases in which it is found.
+DEAF: dict[tuple[Any, str], tuple[str, ...]] = {
+    (GatheredWeights, "wait"): (
+        "stage 3", "stage 3, int8", "recomputed, stage 3", "registered, stage 3", "breadth-first, stage 3, 2 nodes",
+    ),
+    (GradientReducer, "finish"): ("stage 2", "stage 1, fp16", "registered, stage 2"),
+    (Pending, "wait"): ("tensor", "tensor, sequence", "dropout, tensor, sequence"),
+    (Transport, "receive"): (
+        "gpipe", "1f1b", "interleaved", "zero bubble", "zero bubble v", "breadth-first, 2 stages, stage 3",
+        "dropout, recomputed, 1f1b",
+    ),
+    (loop, "evaluate"): ("checked, stage 3", "checked, zero++", "checked, 1f1b, tied"),
+    (rehearsal, "rewind_states"): ("rewound, optimizer on the host", "rewound, weights on the host"),
+}  # fmt: skip
 RACES = {
+    **{
+        f"{owner.__name__}.{name}, {case}": Twin(CASES[case], deaf(owner, name))
+        for (owner, name), cases in DEAF.items()
+        for case in cases
+    },
     "streams start at once": Twin(CASES["stage 3"], mock.patch.object(Stream, "wait_stream", _nothing)),
-    "gathered weights": Twin(CASES["stage 3"], deaf(GatheredWeights, "wait")),
     "hops after another": Twin(CASES["stage 3, 2 nodes"], mock.patch.object(in_flight, "_after", _at_once)),
     "updated weights": Twin(CASES["stage 2"], deaf(WeightUpdates, "wait")),
     "buffers of gradients": Twin(CASES["stage 3"], deaf(GradientReducer, "_new_buffer")),
-    "reduced gradients": Twin(CASES["stage 2"], deaf(GradientReducer, "finish")),
     "sums over tensor-parallel ranks": Twin(CASES["tensor, sequence"], deaf(ReplicaGroups, "sum_partial")),
     "sums over tied stages": Twin(CASES["1f1b, tied"], deaf(ReplicaGroups, "finish")),
     "means of replicas": Twin(CASES["tensor, sequence, stage 3, int4"], deaf(ReplicaGroups, "finish")),
-    "layers": Twin(CASES["tensor"], deaf(Pending, "wait")),
-    "layers of sequences": Twin(CASES["tensor, sequence"], deaf(Pending, "wait")),
-    "received messages": Twin(CASES["1f1b"], deaf(Transport, "receive")),
-    "received messages, zero bubble": Twin(CASES["zero bubble"], deaf(Transport, "receive")),
-    "received messages, interleaved": Twin(CASES["interleaved"], deaf(Transport, "receive")),
     "received messages, message-driven": Twin(
         CASES["message-driven"], mock.patch.object(NcclMessages, "arrival", _arrived_at_once)
     ),
-    "received messages, gpipe": Twin(CASES["gpipe"], deaf(Transport, "receive")),
-    "received messages, zero bubble v": Twin(CASES["zero bubble v"], deaf(Transport, "receive")),
-    "received messages, breadth-first": Twin(
-        CASES["breadth-first, 2 stages, stage 3"], deaf(Transport, "receive")
-    ),
-    "received messages, dropout": Twin(CASES["dropout, recomputed, 1f1b"], deaf(Transport, "receive")),
-    "gathered weights, registered": Twin(CASES["registered, stage 3"], deaf(GatheredWeights, "wait")),
-    "reduced gradients, registered": Twin(CASES["registered, stage 2"], deaf(GradientReducer, "finish")),
-    "reduced gradients, fp16": Twin(CASES["stage 1, fp16"], deaf(GradientReducer, "finish")),
-    "layers of sequences, dropout": Twin(CASES["dropout, tensor, sequence"], deaf(Pending, "wait")),
-    "gathered weights, breadth-first": Twin(
-        CASES["breadth-first, stage 3, 2 nodes"], deaf(GatheredWeights, "wait")
-    ),
-    "gathered weights, int8": Twin(CASES["stage 3, int8"], deaf(GatheredWeights, "wait")),
-    "gathered weights, recomputed": Twin(CASES["recomputed, stage 3"], deaf(GatheredWeights, "wait")),
     "gradients that go to the host": Twin(
         CASES["optimizer on the host"], mock.patch.object(StreamCopies, "after", _after_nothing)
     ),
@@ -194,14 +190,9 @@ RACES = {
     "states that are saved": Twin(CASES["saved"], mock.patch.object(Event, "wait", _nothing)),
     "numbers that the host reads": Twin(CASES["one rank"], mock.patch.object(loop, "start_to_host", _not_yet)),
     "losses of an evaluation": Twin(CASES["checked"], mock.patch.object(evaluate, "to_host", _read_at_once)),
-    "weights of an evaluation": Twin(CASES["checked, stage 3"], deaf(loop, "evaluate")),
-    "packed weights of an evaluation": Twin(CASES["checked, zero++"], deaf(loop, "evaluate")),
-    "messages of an evaluation": Twin(CASES["checked, 1f1b, tied"], deaf(loop, "evaluate")),
     "replicas that are compared": Twin(
         CASES["checked, stage 1"], mock.patch.object(replica_check, "to_host", _read_at_once)
     ),
-    "states that a rewind loads": Twin(CASES["rewound, optimizer on the host"], deaf(rehearsal, "rewind_states")),
-    "weights that a rewind loads": Twin(CASES["rewound, weights on the host"], deaf(rehearsal, "rewind_states")),
 }  # fmt: skip
 
 

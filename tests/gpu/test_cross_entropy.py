@@ -44,10 +44,9 @@ def test_rows(vocab: int, dtype: torch.dtype) -> None:
     assert (logits.double() - gradient).norm() <= TOLERANCE[dtype] * gradient.norm()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 8 * 2**30, reason="needs 8 GiB of a GPU"
-)
 def test_more_logits_than_32_bits_count() -> None:
+    if torch.cuda.mem_get_info()[0] < 8 * 2**30:
+        pytest.skip("needs 8 GiB of a GPU")
     rows, vocab = 16_800, 128_256
     assert rows * vocab > 2**31
     torch.manual_seed(0)

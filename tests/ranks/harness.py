@@ -174,9 +174,13 @@ Trained = Callable[[Case], Result]
 """Trains a case, if it is not yet trained, and returns its result."""
 
 
-def soak_except(soon: Container[Case], every: Iterable[Case]) -> list[ParameterSet]:
-    """Return every case as a parameter of a test; those that are not in `soon` are soak tests."""
-    return [pytest.param(case, marks=() if case in soon else pytest.mark.soak) for case in every]
+def soak_except(soon: Container[Any], every: Iterable[Any]) -> list[ParameterSet]:
+    """Return every case, or each tuple of parameters, as parameters of a test; those that are not in `soon` are soak
+    tests."""
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if one in soon else pytest.mark.soak)
+        for one in every
+    ]
 
 
 def assert_same_states(ours: "Result", theirs: "Result") -> None:

@@ -158,9 +158,7 @@ PAIRS = [(WHOLE, OTHERS[2]), (OTHERS[1], WHOLE)]
 LATER = [(WHOLE, OTHERS[0]), (WHOLE, OTHERS[1]), (OTHERS[0], WHOLE), (OTHERS[2], WHOLE)]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in LATER)], ids=str
-)
+@pytest.mark.parametrize(("source", "target"), soak_except(PAIRS, PAIRS + LATER), ids=str)
 def test_goes_on_at_another_grid(source: Case, target: Case, trainer: Trainer) -> None:
     trainer.train([source, target.reference])
     case = resumed(target, trainer.result(source), 10)

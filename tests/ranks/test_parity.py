@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from tests.ranks.harness import STEPS, Case, Result, Trained, soak_except, worst_difference
-from tests.ranks.strategies import BF16, COVERING, INT4, NARROW, NARROW_SUMS, SEQUENCE, WIDE, WIDE_SUMS, cases
+from tests.ranks.strategies import (
+    BF16,
+    COVERING,
+    FURTHER,
+    INT4,
+    NARROW,
+    NARROW_SUMS,
+    SEQUENCE,
+    WIDE,
+    WIDE_SUMS,
+    cases,
+)  # fmt: skip
 
 
 def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:
@@ -27,7 +38,7 @@ def settled(result: Result) -> dict[str, torch.Tensor]:
     return {name: values for name, values in result.states().items() if not name.endswith("attention.k.bias")}
 
 
-@pytest.mark.parametrize(("case", "quantized"), COVERING, ids=str)
+@pytest.mark.parametrize(("case", "quantized"), soak_except(COVERING, COVERING + FURTHER), ids=str)
 def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
     check(trained, case, quantized)
 
@@ -97,7 +108,8 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("case", soak_except(MODELS[::2], MODELS), ids=str)
+# Each layout of another family with one of the two.
+@pytest.mark.parametrize("case", soak_except([*MODELS[:12:2], *MODELS[13::2]], MODELS), ids=str)
 def test_models(case: Case, trained: Trained) -> None:
     check(trained, case, False)
 

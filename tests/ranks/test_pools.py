@@ -29,7 +29,7 @@ NARROW = (
         for keys in ("zero.stage=1", "zero.stage=2", "zero.stage=3", "zero.preset=mics", "zero.preset=topo")
         for node in (1, 2, 4)
     ]
-    + NARROW_SUMS[1::2]
+    + NARROW_SUMS
     + WIDE_SUMS[::3]
 )
 FLAT = [Case(4, ("zero.stage=3", "zero.hierarchical=false", HALF), node=node) for node in (1, 2)]
@@ -52,9 +52,10 @@ RUNS = [
     grid(2, 1, 2, "zero.stage=2", HALF, "pipeline.chunks=3", schedule="breadth-first", sequence=True),
     grid(1, 2, 2, "zero.stage=2", HALF, INT4, schedule="breadth-first"),
 ]
+OWN = [*NARROW, *FLAT, *OFFLOAD, *APART, *RUNS]
 # Those that train for other tests, and short runs.
-SOON = [*(case for case, _ in SHARDED), *GRIDS, *QUANTIZED, *map(counted, [*NARROW, *FLAT, *OFFLOAD, *APART, *RUNS])]
-LATER = [*(case for case, _ in FURTHER_SHARDED), *FURTHER, *FURTHER_QUANTIZED, *NARROW_SUMS]
+SOON = [*(case for case, _ in SHARDED), *GRIDS, *QUANTIZED, *map(counted, OWN)]
+LATER = [*(case for case, _ in FURTHER_SHARDED), *FURTHER, *FURTHER_QUANTIZED, *OWN]
 
 
 @pytest.mark.parametrize("case", soak_except(SOON, dict.fromkeys(SOON + LATER)), ids=str)

@@ -7,7 +7,6 @@ from tests.ranks.harness import Case, Trained
 from tests.ranks.strategies import SECOND
 
 # From little more than one block, of 49,664 bytes, to room for all units.
-FEW = ("train.steps=6", "train.eval_every=6")
 BUDGETS = (50_000, 0, 110_000, 150_000, 10**9)
 SHARDED = {
     "plain": ("zero.stage=3",),
@@ -15,7 +14,7 @@ SHARDED = {
     "rounded secondary": ("zero.stage=3", "zero.secondary=2", SECOND),
 }
 CASES = {
-    name: [Case(4, (*keys, f"zero.resident={budget}", *FEW), node=2, accumulation=4) for budget in BUDGETS]
+    name: [Case(4, (*keys, f"zero.resident={budget}"), node=2, accumulation=4) for budget in BUDGETS]
     for name, keys in SHARDED.items()
 }
 
@@ -30,7 +29,7 @@ def test_results_do_not_depend_on_the_memory(name: str, trained: Trained) -> Non
     first, *others = (trained(case) for case in CASES[name])
     for other in others:
         assert other.curve == first.curve
-        assert all(torch.equal(state, other.states(6)[key]) for key, state in first.states(6).items())
+        assert all(torch.equal(state, other.states()[key]) for key, state in first.states().items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -47,7 +46,7 @@ def test_more_memory_sends_fewer_bytes(name: str, trained: Trained) -> None:
 @pytest.mark.parametrize("keys", [(), ("quantize.weights=int8",)], ids=str)
 def test_a_copy_that_is_not_rounded_changes_no_result(keys: tuple[str, ...], trained: Trained) -> None:
     """So `zero.resident: auto` may choose one."""
-    stage3 = ("zero.stage=3", "zero.resident=0", *keys, *FEW)
+    stage3 = ("zero.stage=3", "zero.resident=0", *keys)
     whole, copied = (trained(Case(4, (*stage3, *more), node=2, accumulation=4)) for more in ((), ("zero.secondary=2",)))
     assert copied.curve == whole.curve
-    assert all(torch.equal(state, copied.states(6)[key]) for key, state in whole.states(6).items())
+    assert all(torch.equal(state, copied.states()[key]) for key, state in whole.states().items())

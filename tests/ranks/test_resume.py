@@ -49,11 +49,7 @@ def goes_on(source: Case, target: Case, trainer: Trainer, rtol: float) -> None:
             torch.testing.assert_close(ours.states(state=state), whole.states(state=state), rtol=0, atol=0)
 
 
-# A half of them and of the strategies; the others are soak tests.
-CHAIN_SOON = [pytest.param(*pair, marks=pytest.mark.soak if at % 2 else ()) for at, pair in enumerate(CHAIN)]
-
-
-@pytest.mark.parametrize(("source", "target"), CHAIN_SOON, ids=str)
+@pytest.mark.parametrize(("source", "target"), soak_except(CHAIN[::2], CHAIN), ids=str)
 def test_goes_on_at_another(source: Case, target: Case, trainer: Trainer) -> None:
     goes_on(source, target, trainer, 1e-5)
 

@@ -71,7 +71,7 @@ def test_groups_connect_as_they_are_made(
 ) -> None:
     made = list[tuple[list[int], str, torch.device | None]]()
 
-    def new_group(members: list[int], timeout: object, backend: str, options: object, device_id: Any) -> str:
+    def new_group(members: list[int], timeout: object, backend: str, pg_options: object, device_id: Any) -> str:
         made.append((members, backend, device_id))
         return f"group of {members}"
 

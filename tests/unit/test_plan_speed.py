@@ -8,6 +8,7 @@ from pathlib import Path
 
 import llmtrain
 import llmtrain_data
+import llmtrain_kernels
 import pytest
 
 CLUSTER = (
@@ -48,7 +49,7 @@ def processor_seconds() -> float:
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     """Compile the packages to bytecode, as pip does where it installs them."""
-    for package in (llmtrain, llmtrain_data):
+    for package in (llmtrain, llmtrain_data, llmtrain_kernels):
         compileall.compile_dir(package.__path__[0], quiet=1)
 
 

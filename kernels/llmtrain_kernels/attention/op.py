@@ -18,8 +18,8 @@ from llmtrain_kernels.rotary.op import rotated
 Rotary = tuple[Tensor, Tensor]
 # The least compute capability of NVIDIA's GPUs for torch's FlashAttention.
 FLASH_CAPABILITY = (8, 0)
-# GPUs of consumers and for inference, and the heads that torch's FlashAttention does not train on them: wider than the
-# first number, up to the second without dropout (torch, sdp_utils.cpp).
+# GPUs of consumers and for inference, on which torch's FlashAttention trains no heads wider than the first number of
+# channels; wider than the second one, it trains them without dropout (torch, sdp_utils.cpp).
 SMALL_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 WIDE_HEAD, WIDER_HEAD = 192, 224
 
@@ -90,7 +90,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kern
 def _takes_groups(dtype: torch.dtype, dim: int, drops: bool, device: torch.device) -> bool:
     """Return whether a fused kernel of torch on a GPU lets query heads share keys: FlashAttention alone does."""
     narrow, capability = dtype in (torch.float16, torch.bfloat16), torch.cuda.get_device_capability(device)
-    # There torch trains no wide heads with it, for which it has too little shared memory.
     small = any(first <= capability <= last for first, last in SMALL_SHARED_MEMORY)
     refused = small and (WIDE_HEAD < dim <= WIDER_HEAD or (dim > WIDER_HEAD and drops))
     return narrow and dim <= FLASH_CHANNELS and capability >= FLASH_CAPABILITY and not refused

@@ -36,8 +36,10 @@ def group_over(
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     options = group_options(backend, cluster, card, timeout, ctas)
     with gloo_over(card):
-        made = [dist.new_group(list(each), timeout, backend, options, device_id=device) for each in groups]
-    return next((group for group, each in zip(made, groups, strict=True) if dist.get_rank() in each), None)
+        made = [
+            dist.new_group(list(members), timeout, backend, pg_options=options, device_id=device) for members in groups
+        ]
+    return next((group for group, members in zip(made, groups, strict=True) if dist.get_rank() in members), None)
 
 
 def connect_apart() -> None:

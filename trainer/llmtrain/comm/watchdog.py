@@ -5,6 +5,7 @@ the first. A silence is counted in rounds of the watching rank and not in second
 for any time. The clocks of machines may differ by any time.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -127,12 +128,12 @@ class Watchdog:
             return "a machine that is out of reach"
 
     def leave_word(self) -> None:
-        """Tell the others that this rank ends and why is said. They end a little later and print nothing."""
+        """Tell the others that this rank ends and says why. They end a little later and print nothing."""
         with suppress(RuntimeError):
             self._store.compare_set(VERDICT, "", json.dumps({"sentence": "", "gone": []}))
         if self._activity.rank == 0 and self._others and not started_by_agent(os.environ):
             # The others still have to read it, and this process holds the store. Over NCCL they would wait for long.
-            time.sleep(2 * self._pause)
+            atexit.register(time.sleep, 2 * self._pause)
 
     def find_lost(self) -> None:
         """After a loss of contact, wait until the lost rank is found, which ends the process. Return if none is."""
