@@ -47,8 +47,8 @@ def at(place: str, edit: Edit) -> Change:
 
     def points(one: Pass) -> Pass:
         assert point in map(str, one.points), list(map(str, one.points))
-        return replace(
-            one, points=tuple(replace(p, issues=edit(p.issues)) if str(p) == point else p for p in one.points)
+        return one._replace(
+            points=tuple(replace(p, issues=edit(p.issues)) if str(p) == point else p for p in one.points)
         )
 
     return in_pass(action, points)
@@ -59,7 +59,7 @@ def everywhere(edit: Edit) -> Change:
 
     def changed(program: Program) -> Program:
         passes = tuple(
-            replace(one, points=tuple(replace(p, issues=edit(p.issues)) for p in one.points)) for one in program.passes
+            one._replace(points=tuple(replace(p, issues=edit(p.issues)) for p in one.points)) for one in program.passes
         )
         return replace(program, start=edit(program.start), passes=passes)
 
@@ -103,7 +103,7 @@ def swap_passes(first: int, second: int) -> Change:
 
 def swap_points(one: Pass) -> Pass:
     first, second, *rest = one.points
-    return replace(one, points=(second, first, *rest))
+    return one._replace(points=(second, first, *rest))
 
 
 def swap_start(program: Program) -> Program:
@@ -128,7 +128,7 @@ def swap_reductions(program: Program) -> Program:
     for point in program.passes[1].points:
         found.update({one.unit: one for one in point.issues if isinstance(one, Reduce)})
     other = {found["blocks.3"]: found["blocks.2"], found["blocks.2"]: found["blocks.3"]}
-    return in_pass("B0", lambda one: replace(one, points=tuple(_exchanged(point, other) for point in one.points)))(
+    return in_pass("B0", lambda one: one._replace(points=tuple(_exchanged(point, other) for point in one.points)))(
         program
     )
 
@@ -141,7 +141,7 @@ def summed_at(unit: str, offset: int, *passes: str) -> Change:
     """Put the gradients of a unit elsewhere, in some backward passes."""
 
     def moved(one: Pass) -> Pass:
-        return replace(one, backward=tuple(replace(b, offset=offset) if b.unit == unit else b for b in one.backward))
+        return one._replace(backward=tuple(replace(b, offset=offset) if b.unit == unit else b for b in one.backward))
 
     def changed(program: Program) -> Program:
         for name in passes:
@@ -153,7 +153,7 @@ def summed_at(unit: str, offset: int, *passes: str) -> Change:
 
 def with_flags(one: Pass, **flags: Any) -> Pass:
     first, *rest = one.backward
-    return replace(one, backward=(replace(first, **flags), *rest))
+    return one._replace(backward=(replace(first, **flags), *rest))
 
 
 def both(*faults: Fault) -> Fault:
@@ -182,7 +182,7 @@ def removals(program: Program) -> Iterator[Program]:
         for spot, point in enumerate(one.points):
             for place in range(len(point.issues)):
                 less = replace(point, issues=(*point.issues[:place], *point.issues[place + 1 :]))
-                changed = replace(one, points=(*one.points[:spot], less, *one.points[spot + 1 :]))
+                changed = one._replace(points=(*one.points[:spot], less, *one.points[spot + 1 :]))
                 yield replace(program, passes=(*program.passes[:number], changed, *program.passes[number + 1 :]))
 
 

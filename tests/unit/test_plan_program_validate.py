@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["pass .*: blocks.0 is gathered here, and still gathered at the end of the program"],
     ),
     "a use that does not end": (
-        "stage3", on_role(0, in_pass("B3", lambda one: replace(one, points=tuple(
+        "stage3", on_role(0, in_pass("B3", lambda one: one._replace(points=tuple(
             point for point in one.points if str(point) != "done blocks.0")))),
         ["pass B3: point 15 is gradients embedding; expected done blocks.0", "blocks.0 is still in use at the end"],
     ),
@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["pass W1: the backward pass through embedding has leading False; expected True"],
     ),
     "a unit without its backward pass": (
-        "stage3", on_role(0, in_pass("B1", lambda one: replace(one, backward=one.backward[1:]))),
+        "stage3", on_role(0, in_pass("B1", lambda one: one._replace(backward=one.backward[1:]))),
         ["pass B1: it has 0 backward passes through embedding; expected 1"],
     ),
     "secondary copy read before it is filled": (
@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
          "pass F2, done embedding: embedding is not in use"],
     ),
     "a point that the pass does not reach": (
-        "stage3", on_role(0, in_pass("F2", lambda one: replace(one, points=(*one.points, Point(At.USE, "head"))))),
+        "stage3", on_role(0, in_pass("F2", lambda one: one._replace(points=(*one.points, Point(At.USE, "head"))))),
         ["pass F2: point 13 is use head; expected missing"],
     ),
     "buffer pool of gradients too small": (
@@ -222,7 +222,7 @@ FAULTS: dict[str, tuple[str, Fault, list[str]]] = {
         ["pass B3.1: the reduction of blocks.3 is not of the buffer that has its gradients"],
     ),
     "reduction in the middle of a run": (
-        "breadth", on_role(0, in_pass("B1.1", lambda one: replace(one, points=(
+        "breadth", on_role(0, in_pass("B1.1", lambda one: one._replace(points=(
             *one.points, Point(At.GRADIENTS, "head", (Reduce("head", 0, True, False),)))))),
         ["pass B1.1: it reduces head 1 times; expected 0"],
     ),

@@ -119,10 +119,10 @@ class UnitSpec:
         Rows are divided as evenly as possible (a vocabulary need not be a multiple of `parts`).
         """
 
-        def rows(tensor: TensorSpec) -> tuple[int, int] | None:
-            return even_share(tensor.shape[0], parts, place) if tensor.split and parts > 1 else None
+        def part(tensor: TensorSpec) -> TensorSpec:
+            return replace(tensor, rows=even_share(tensor.shape[0], parts, place)) if tensor.split else tensor
 
-        return UnitSpec(self.name, tuple(replace(tensor, rows=rows(tensor)) for tensor in self.tensors))
+        return UnitSpec(self.name, tuple(map(part, self.tensors))) if parts > 1 else self
 
 
 def model_units(config: GPTConfig) -> list[UnitSpec]:

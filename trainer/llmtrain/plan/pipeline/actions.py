@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -86,7 +87,7 @@ class Schedule:
 def computations(actions: Iterable[Action]) -> list[tuple[int, Kind]]:
     """Return the chunk and the kind of each action: what it computes, of whichever microbatch. Tables of these are
     faster than decisions for each action."""
-    return [(one.chunk, one.kind) for one in actions]
+    return list(map(attrgetter("chunk", "kind"), actions))
 
 
 def peak_live(schedule: Schedule) -> list[int]:
@@ -101,7 +102,7 @@ def rank_live(schedule: Schedule, rank: int) -> int:
     """
     last = Kind.W if schedule.splits_backward else Kind.B
     changes = {(chunk, kind): (kind is Kind.F) - (kind is last) for chunk in range(schedule.chunks) for kind in Kind}
-    return max(accumulate(changes[one] for one in computations(schedule.actions[rank])))
+    return max(accumulate(map(changes.__getitem__, computations(schedule.actions[rank]))))
 
 
 def hands_back_first(ahead: int, live: int, most_live: int) -> bool:

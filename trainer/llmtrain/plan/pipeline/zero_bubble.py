@@ -5,6 +5,7 @@ the gaps. To find the gaps, the order is simulated with passes that all take the
 microbatches whose activations a rank holds.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from math import inf
 
@@ -85,7 +86,7 @@ class _Order:
 def _fill(schedule: Schedule, limit: int) -> Schedule:
     """Add weight backward passes where a rank waits, and where it holds `limit` activations."""
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    waiting: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    waiting = [deque[Action]() for _ in range(schedule.ranks)]
     at, held = [0] * schedule.ranks, [0] * schedule.ranks
     # When each stage ends each of its passes.
     ended = {
@@ -93,35 +94,34 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     }
     passes = [_passes(schedule, rank, ended) for rank in range(schedule.ranks)]
     now, left = 0, sum(map(len, schedule.actions)) * 3 // 2
+    forward, backward, of_weights = Kind
     while left:
-        backwards: list[tuple[int, Action]] = []
+        # The body runs for each action of each rank.
         for rank, order in enumerate(schedule.actions):
             action = order[at[rank]] if at[rank] < len(order) else None
-            if action is not None and action.kind is Kind.F and held[rank] == limit:
+            if action is not None and action.kind is forward and held[rank] == limit:
                 action = None
-            ends: list[float] = []
             if action is not None:
-                ends, awaited = passes[rank][action.chunk, action.kind]
-                # A loop, as this runs for each action of each rank.
+                microbatch, chunk, kind = action
+                ends, awaited = passes[rank][chunk, kind]
                 for times in awaited:
-                    if times[action.microbatch] > now:
+                    if times[microbatch] > now:
                         action = None
                         break
             if action is not None:
                 at[rank] += 1
-                held[rank] += action.kind is Kind.F
-                ends[action.microbatch] = now + 1
-                if action.kind is Kind.B:
-                    backwards.append((rank, Action(action.microbatch, action.chunk, Kind.W)))
+                ends[microbatch] = now + 1
+                if kind is forward:
+                    held[rank] += 1
+                elif kind is backward:
+                    waiting[rank].append(Action(microbatch, chunk, of_weights))
             elif waiting[rank]:
-                action = waiting[rank].pop(0)
+                action = waiting[rank].popleft()
                 held[rank] -= 1
             else:
                 continue
             orders[rank].append(action)
             left -= 1
-        for rank, action in backwards:
-            waiting[rank].append(action)
         now += 1
     return Schedule(
         ranks=schedule.ranks,

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from llmtrain.plan.per_rank.replica_groups import ReplicaGroup
 from llmtrain.plan.pipeline.actions import Action
@@ -102,8 +103,7 @@ class BackwardPass:
     offset: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """A computation of one microbatch through one stage. points: in order. backward: the units whose gradients it
     computes."""
 
@@ -143,8 +143,9 @@ class Program:
     def issue_counts(self) -> Sequence[tuple[Gather | Reduce, int]]:
         """The gathers and reductions: one of each kind that sends the same, and how many there are."""
         # Passes of periods that repeat share their points.
-        times = Counter(id(one.points) for one in self.passes)
-        distinct = {id(one.points): one.points for one in self.passes}
+        of_passes = [one.points for one in self.passes]
+        times = Counter(map(id, of_passes))
+        distinct = dict(zip(map(id, of_passes), of_passes, strict=True))
         counted = [(issue, 1) for issue in self.start]
         counted += [(issue, times[key]) for key, points in distinct.items() for one in points for issue in one.issues]
         first: dict[Hashable, Gather | Reduce] = {}

@@ -50,8 +50,8 @@ def posted_bytes(plan: Plan, rank: int) -> int:
         (chunk, kind): _source(plan, spec, chunk, kind, place) for chunk in range(len(spec.stages)) for kind in Kind
     }
     orders = (spec.actions, *_evaluated(plan, spec))
-    taken = ([source for one in computations(order) if (source := sources[one])] for order in orders)
-    most = max(_most_posted(order, posting) for order in taken)
+    taken = (filter(None, map(sources.__getitem__, computations(order))) for order in orders)
+    most = max(_most_posted(list(order), posting) for order in taken)
     return most * boundary_bytes(plan)
 
 
@@ -61,7 +61,10 @@ def _most_posted(sources: Sequence[tuple[int, int]], posting: Posting) -> int:
     left = Counter(sources)
     posted = {channel: min(posting.at_start, count) for channel, count in left.items()}
     now = most = sum(posted.values())
+    limit = sum(min(max(posting.at_start, posting.ahead), count) for count in left.values())
     for channel in sources:
+        if most == limit:
+            break
         left[channel] -= 1
         before, posted[channel] = posted[channel], min(max(posted[channel] - 1, posting.ahead), left[channel])
         now += posted[channel] - before

@@ -48,7 +48,7 @@ class Shortened:
             if held[first] != held[second] or any(not _repeats(one, other) for one, other in pairs):
                 return None
         passes = program.passes
-        stood_for = (Pass(action, passes[place].points, passes[place].backward) for place, action in self._stand_ins())
+        stood_for = [Pass(action, *passes[place][1:]) for place, action in self._stand_ins()]
         return replace(program, passes=tuple(stood_for))
 
     def _stand_ins(self) -> Iterator[tuple[int, Action]]:
@@ -89,7 +89,7 @@ def _keys(actions: Sequence[Action]) -> str:
     """Return a letter for each action: the same for the same computation of another microbatch."""
     kinds = computations(actions)
     letters = {one: chr(place) for place, one in enumerate(dict.fromkeys(kinds))}
-    return "".join(letters[one] for one in kinds)
+    return "".join(map(letters.__getitem__, kinds))
 
 
 def _repeats(one: Pass, other: Pass) -> bool:
@@ -110,6 +110,6 @@ def _follow(held: dict[str, Gather], issues: Sequence[Issue]) -> None:
     for issue in issues:
         if isinstance(issue, Gather):
             # Whether it filled a secondary copy no longer matters.
-            held[issue.unit] = replace(issue, fills=False)
+            held[issue.unit] = replace(issue, fills=False) if issue.fills else issue
         elif isinstance(issue, Drop):
             del held[issue.unit]
