@@ -1,5 +1,7 @@
 """Offloaded optimizer states: the same bits wherever they rest."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from llmtrain.sharding.hops import Hops
 from llmtrain.sharding.optimizer_shard import STATES
 from llmtrain.sharding.unit import ShardedUnit
 from llmtrain_kernels.adamw.step import AdamWStep
+from llmtrain_kernels.direct_io.queue import DirectQueue
 from torch import Tensor
 
 CONFIG = GPTConfig(
@@ -330,6 +333,26 @@ def test_each_read_and_write_of_a_bucket_is_told(tier: Literal["host", "nvme"], 
     units[0].optimizer.read("m", 0, 1)
     assert len(told) == 2 * len(buckets) + 1
     found.close()
+
+
+def test_a_write_that_fails_ends_the_run_though_a_checkpoint_has_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that cannot be saved is only told. The next step must not take what the file has instead."""
+    offload = Offload(tier="nvme", share=1.0, bucket=4096, paths=(str(tmp_path),))
+    finish, failures = DirectQueue.finish, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def failing_once(queue: DirectQueue, transfer: int) -> None:
+        finish(queue, transfer)
+        if failures:
+            raise failures.pop()
+
+    with offloaded(torch.float32, offload) as (units, outside):
+        step(units, 1, outside.stepper)
+        monkeypatch.setattr(DirectQueue, "finish", failing_once)
+        for use in (lambda: states(units), lambda: step(units, 2, outside.stepper)):
+            with pytest.raises(RunFailedError, match="which failed: Input/output error; the same command resumes"):
+                use()
 
 
 def test_a_volume_that_fails_under_way(tmp_path: Path) -> None:

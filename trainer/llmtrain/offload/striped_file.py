@@ -23,12 +23,16 @@ class StripedFile:
     paths: a folder on each volume. regions: bytes of each region, multiples of ALIGNMENT. bandwidths: relative ones
     of the volumes, by which bytes are shared out; equal by default. The files take their space immediately where the
     file system can reserve it: a later write cannot find the volume full. Raises RunFailedError.
+
+    A transfer that fails ends all that come after it: what the file has there is not what was written, and whoever
+    waited for the transfer, such as a checkpoint, may not be who reads it next.
     """
 
     def __init__(self, paths: Sequence[str], regions: Sequence[int], bandwidths: Sequence[float] = ()) -> None:
         self._paths, self._stripes = paths, stripes(regions, bandwidths or [1.0] * len(paths))
         self._files = [_opened(path) for path in paths]
         self._waited = [0.0] * len(paths)
+        self._failure: RunFailedError | None = None
         # For `reading` and `writing`.
         self._queue: DirectQueue | None = None
         self._lock = threading.Lock()
@@ -44,20 +48,21 @@ class StripedFile:
         """Start to read bytes of a region from `start`, a multiple of ALIGNMENT; return the transfers for `finish`.
         into: uint8 `[nbytes]`, from `aligned_bytes`."""
         parts = self._parts(region, start, into)
+        self._check()
         return [(volume, queue.read(self._files[volume], offset, own)) for volume, offset, own in parts]
 
     def start_write(self, queue: DirectQueue, region: int, values: Tensor, start: int = 0) -> list[tuple[int, int]]:
         """Start to write `values`, uint8 `[nbytes]`, to a region from `start`, a multiple of ALIGNMENT; return the
         transfers for `finish`."""
         parts = self._parts(region, start, values)
+        self._check()
         return [(volume, queue.write(self._files[volume], offset, own)) for volume, offset, own in parts]
 
     def finish(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
         """Wait for transfers. Raises RunFailedError."""
         for volume, transfer in transfers:
             started = time.perf_counter()
-            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
-                queue.finish(transfer)
+            self._finish(queue, volume, transfer)
             self._waited[volume] += time.perf_counter() - started
 
     def reading(self, region: int, start: int, into: Tensor) -> Callable[[], None]:
@@ -76,8 +81,22 @@ class StripedFile:
 
     def _wait(self, queue: DirectQueue, transfers: Sequence[tuple[int, int]]) -> None:
         for volume, transfer in transfers:
-            with self._lock, _failing(self._paths[volume], "failed", f"; {RESUMES}"):
+            with self._lock:
+                self._finish(queue, volume, transfer)
+
+    def _finish(self, queue: DirectQueue, volume: int, transfer: int) -> None:
+        self._check()
+        try:
+            with _failing(self._paths[volume], "failed", f"; {RESUMES}"):
                 queue.finish(transfer)
+        except RunFailedError as error:
+            self._failure = error
+            raise
+
+    def _check(self) -> None:
+        """Raise the error of a transfer that has failed."""
+        if self._failure is not None:
+            raise RunFailedError(str(self._failure)) from self._failure
 
     def elements(self, region: int, base: int, dtype: torch.dtype, start: int, end: int) -> Callable[[], Tensor]:
         """Start to read elements `[start, end)` of the array at byte `base` of a region, a multiple of ALIGNMENT.
