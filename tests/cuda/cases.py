@@ -7,10 +7,11 @@ from dataclasses import KW_ONLY, dataclass
 class Case:
     """A run. world: number of ranks. keys: overrides of the recipe. node: ranks of a node, 0 for all of them.
     accumulation: microbatches of a step. tensor, pipeline: degrees of those axes. waits: where the main thread waits
-    for the device in a step, beside the wait for the loss and the norm. uncounted: first steps that copy more than the
-    others, and are finished before these begin. saves: whether a checkpoint is saved before each step. checks: whether
-    replicas are compared and the weights evaluated there. rewinds: whether the run rewinds to the last checkpoint after
-    the steps, and does another step."""
+    for the device in a step, beside the wait for the loss and the norm. drained: where it waits for threads while the
+    device idles, beside the wait for sums of gradients that rest elsewhere, after the passes. uncounted: first steps
+    that copy more than the others, and are finished before these begin. saves: whether a checkpoint is saved before
+    each step. checks: whether replicas are compared and the weights evaluated there. rewinds: whether the run rewinds
+    to the last checkpoint after the steps, and does another step."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -20,6 +21,7 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     waits: tuple[str, ...] = ()
+    drained: tuple[str, ...] = ()
     uncounted: int = 0
     saves: bool = False
     checks: bool = False
@@ -36,6 +38,7 @@ class Case:
 # By what waits, and for what.
 NORM, OWN_SECONDS = "an event in device.py:wait", "the device in activity.py:own_seconds"
 STEPPED = "the device in device.py:synchronize"
+SUMMED, NO_MESSAGE = "gradients.py:finish", "transport.py:wait_any"
 SLOT = "a stream in gradient_tiers.py:put"
 KEPT = (*2 * ("an event in activation_copies.py:settle",), *2 * ("an event in stalls.py:timed",))
 
@@ -111,10 +114,12 @@ PARALLEL = {
     "zero bubble": Case(2, ("pipeline.schedule=zero-bubble",), pipeline=2),
     "zero bubble, stage 3": Case(4, ("pipeline.schedule=zero-bubble", _stage(3)), pipeline=2),
     "zero bubble v": Case(2, ("pipeline.schedule=zero-bubble-v", "model.layers=4"), pipeline=2, accumulation=4),
-    "message-driven": Case(2, ("pipeline.schedule=message-driven",), pipeline=2),
-    "message-driven, tensor": Case(4, ("pipeline.schedule=message-driven",), pipeline=2, tensor=2),
+    "message-driven": Case(2, ("pipeline.schedule=message-driven",), pipeline=2, drained=(NO_MESSAGE,)),
+    "message-driven, tensor": Case(
+        4, ("pipeline.schedule=message-driven",), pipeline=2, tensor=2, drained=(NO_MESSAGE,)
+    ),
     "message-driven, tensor, sequence, stage 1": Case(
-        8, ("pipeline.schedule=message-driven", SEQUENCE, _stage(1)), pipeline=2, tensor=2
+        8, ("pipeline.schedule=message-driven", SEQUENCE, _stage(1)), pipeline=2, tensor=2, drained=(NO_MESSAGE,)
     ),
     "recomputed": Case(1, (RECOMPUTED,)),
     "recomputed, stage 3": Case(2, (RECOMPUTED, _stage(3))),
@@ -168,13 +173,19 @@ OFFLOAD = {
     "optimizer in files": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS)),
     "optimizer in files, stepped on the device": Case(1, ("offload.optimizer=nvme", FILES, AHEAD, BUCKETS, ON_DEVICE)),
     "gradients in files": Case(1, (*WEIGHTS, "offload.gradients=nvme", FILES), waits=43 * (SLOT,)),
-    "weights in files": Case(1, ("offload.parameters=nvme", "offload.gradients=none", FILES)),
+    # What the step before has stored, for the first unit.
+    "weights in files": Case(
+        1, ("offload.parameters=nvme", "offload.gradients=none", FILES), drained=("weight_updates.py:wait",)
+    ),
     "weights in files, stage 3": Case(
-        2, ("offload.parameters=nvme", "offload.optimizer=nvme", FILES, BUCKETS, _stage(3))
+        2,
+        ("offload.parameters=nvme", "offload.optimizer=nvme", FILES, BUCKETS, _stage(3)),
+        drained=2 * ("weights.py:gather",),
     ),
     "activations on the host": Case(1, BORDERS, waits=KEPT),
     "activations on the host, stage 3": Case(2, (*BORDERS, _stage(3)), waits=KEPT),
     "activations on the host, 1f1b": Case(2, BORDERS, pipeline=2, waits=KEPT),
+    "activations on the host, of both stages": Case(2, (*BORDERS, "model.layers=8"), pipeline=2, waits=3 * KEPT),
 }
 SAVES = {
     "saved": Case(saves=True),

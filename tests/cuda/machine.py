@@ -24,15 +24,17 @@ DEFAULT = "the default stream"
 
 @dataclass(kw_only=True)
 class Machine:
-    """What happens. waits: where the main thread waits for the device. pageable: copies between the device and host
-    memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what a new thread
-    enters. strays: where threads used the device that had not set it; of several GPUs, they would have used the
-    first. rounded: where operators round a number to 16 bits before they compute with it. early: memory that was
-    freed before another stream than its own was surely done with it. The allocator hands it out again at once, in the
-    order of the stream on which it was allocated."""
+    """What happens. waits: where the main thread waits for the device. drained: where it waits for another thread that
+    has waited for all that the default stream has been given, so that the device idles. pageable: copies between the
+    device and host memory that is not pinned, or that more than a few numbers are copied from to be pinned. modes: what
+    a new thread enters. strays: where threads used the device that had not set it; of several GPUs, they would have
+    used the first. rounded: where operators round a number to 16 bits before they compute with it. early: memory that
+    was freed before another stream than its own was surely done with it. The allocator hands it out again at once, in
+    the order of the stream on which it was allocated."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
     pageable: list[str] = field(default_factory=list)
     modes: list[Any] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
@@ -160,10 +162,19 @@ class Machine:
         if self.thread == MAIN:
             self.waits.append(f"{what} in {self.where()}")
 
-    def where(self) -> str:
-        """Return the function of the project that runs."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Note where the main thread waits inside for a thread that has waited for the whole device."""
+        before = self.clocks.known(MAIN).get(DEFAULT, 0)
+        yield
+        given, done = (self.clocks.known(agent).get(DEFAULT, 0) for agent in (DEFAULT, MAIN))
+        if self.thread == MAIN and before < done == given:
+            self.drained.append(self.where("/comm/", "/in_flight.py"))
+
+    def where(self, *beside: str) -> str:
+        """Return the function of the project that runs. beside: parts of the paths of files that do not count."""
         for frame in reversed(traceback.extract_stack(limit=40)):
-            if "/llmtrain" in frame.filename:
+            if "/llmtrain" in frame.filename and not any(part in frame.filename for part in beside):
                 return f"{frame.filename.rpartition('/')[2]}:{frame.name}"
         return "the test"
 
@@ -204,8 +215,9 @@ class Machine:
         threading.Thread(target=run, daemon=True).start()
 
         def join() -> None:
-            self.until(lambda: bool(ended))
-            self.clocks.learn(self.thread, ended[0])
+            with self.waiting():
+                self.until(lambda: bool(ended))
+                self.clocks.learn(self.thread, ended[0])
 
         return join
 

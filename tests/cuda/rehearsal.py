@@ -55,14 +55,16 @@ CUDA = torch.device("cuda", 0)
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """What a rank did. early: memory that was freed while another stream may use it. waits: in the last step, where its
-    main thread waited for the device. pageable: copies between the device and pageable memory. strays: threads that
-    used the device and had not set it. rounded: numbers that operators round to 16 bits. applied: steps that changed
-    the weights. groups: its communicators, with their calls. copied: bytes that a step copied to the host and to the
-    device for what rests elsewhere. planned: the same by the plan. priorities: of its streams."""
+    main thread waited for the device. drained: there, where it waited for threads while the device idled. pageable:
+    copies between the device and pageable memory. strays: threads that used the device and had not set it. rounded:
+    numbers that operators round to 16 bits. applied: steps that changed the weights. groups: its communicators, with
+    their calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere. planned: the
+    same by the plan. priorities: of its streams."""
 
     races: list[str]
     early: list[str]
     waits: list[str]
+    drained: list[str]
     pageable: list[str]
     strays: list[str]
     rounded: list[str]
@@ -95,9 +97,10 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
                     run.engine.finish_steps()
                     before = _copied(run)
                 machine.waits.clear()
+                machine.drained.clear()
                 # The first step of a run is logged, so finished; others go on under the passes of the next one.
                 loop.train_step(run, 1 + number)
-            waits, applied = list(machine.waits), run.progress.applied
+            waits, drained, applied = list(machine.waits), list(machine.drained), run.progress.applied
             run.engine.finish_steps()
             after, pageable = _copied(run), list(machine.pageable)
             if case.rewinds:
@@ -107,7 +110,7 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
             down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(after, before, strict=True))
             planned = _planned(run.plan, rank)
     return Rehearsed(
-        races=list(machine.clocks.races), early=list(machine.early), waits=waits, pageable=pageable,
+        races=list(machine.clocks.races), early=list(machine.early), waits=waits, drained=drained, pageable=pageable,
         strays=machine.strays, rounded=machine.rounded, applied=applied, groups=calls.groups, copied=(down, up),
         planned=planned, priorities=machine.priorities,
     )  # fmt: skip

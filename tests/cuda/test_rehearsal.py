@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from llmtrain.plan.collective_buffers import LANE_CTAS, MESSAGE_CTAS
 
-from tests.cuda.cases import CASES, NORM, REGISTERS
+from tests.cuda.cases import CASES, NORM, REGISTERS, SUMMED
 from tests.cuda.twins import FREED, RACES
 
 STEPS = 2
@@ -95,6 +95,8 @@ def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> N
     steps one each."""
     found = answer("cases", case)
     assert Counter(found["waits"]) == Counter([NORM, *CASES[case].waits])
+    assert sorted({*found["drained"], SUMMED} - {SUMMED}) == sorted({*CASES[case].drained})
+    assert len(found["drained"]) <= 1 + len(CASES[case].drained)
     assert found["pageable"] == []
 
 
@@ -144,6 +146,14 @@ def test_a_rounded_number_is_found(twin: str, answer: Answer) -> None:
 def test_a_second_wait_is_found(twin: str, answer: Answer) -> None:
     """Each number that is read by itself."""
     assert len(answer("twins", twin)["waits"]) == 2
+
+
+@pytest.mark.parametrize("twin", ["drained"])
+def test_a_wait_for_a_thread_that_waits_for_the_device_is_found(twin: str, answer: Answer) -> None:
+    """Once for each unit whose sum is on the host and goes over further links."""
+    found = answer("twins", twin)
+    assert len(found["drained"]) >= 3
+    assert len(found["waits"]) == 1
 
 
 @pytest.mark.parametrize("twin", ["order"])

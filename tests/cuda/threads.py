@@ -52,8 +52,9 @@ class Condition:
     def wait_for(self, reached: Callable[[], object]) -> None:
         """See Python's library."""
         self.__exit__()
-        self._machine.until(lambda: bool(reached()))
-        self.__enter__()
+        with self._machine.waiting():
+            self._machine.until(lambda: bool(reached()))
+            self.__enter__()
 
     def notify_all(self) -> None:
         """See Python's library."""
@@ -84,8 +85,9 @@ class Event:
 
     def wait(self) -> None:
         """See Python's library."""
-        self._machine.until(lambda: self._set)
-        self.is_set()
+        with self._machine.waiting():
+            self._machine.until(lambda: self._set)
+            self.is_set()
 
 
 class Future:
@@ -115,8 +117,9 @@ class Future:
 
     def result(self) -> None:
         """See Python's library."""
-        self._machine.until(lambda: bool(self._result))
-        self.done()
+        with self._machine.waiting():
+            self._machine.until(lambda: bool(self._result))
+            self.done()
         if (error := self._result[0][0]) is not None:
             raise error
 

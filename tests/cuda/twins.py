@@ -239,6 +239,7 @@ OTHERS = {
     "rounded": Twin(CASES["one rank"], mock.patch.object(op, "scaled", _scaled_by_a_number)),
     "device": Twin(CASES["one rank"], mock.patch.object(stream, "on_this_device", _as_it_is)),
     "waits": Twin(CASES["one rank"], mock.patch.object(ranks.Ranks, "sums", _each_number)),
+    "drained": Twin(CASES["gradients on the host, 2 nodes"], mock.patch.object(CudaThreadStream, "blocks", False)),
     "order": Twin(CASES["stage 1"], mock.patch.object(Engine, "step", _backwards), (0,)),
     # Two ranks that are in no group together.
     "deadlock": Twin(

@@ -1,8 +1,11 @@
 """Gathers and reductions in flight keep their order, their buffers, and errors."""
 
+import threading
+
 import pytest
 import torch
 from llmtrain.comm.stream import Job, Stream, ThreadStream
+from llmtrain.comm.waits import Done, Ticket
 from llmtrain.comm.workspace import Workspace
 from llmtrain.sharding.collectives import HopStep
 from llmtrain.sharding.in_flight import InFlight
@@ -54,6 +57,53 @@ def test_a_hop_waits_for_the_one_before_and_for_the_last_user_of_its_slot() -> N
     assert sorted(done) == list(range(20))
     for stream in streams:
         stream.close()
+
+
+class DeviceStream:
+    """Runs a job when it is submitted, as a GPU's stream does: if the job waits for a thread, the host does."""
+
+    blocks = False
+
+    def submit(self, job: Job) -> Done:
+        """Run `job`."""
+        job()
+        return Done()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_the_host_does_not_wait_for_a_thread_until_the_next_one_starts() -> None:
+    thread, device, in_flight = ThreadStream("test"), DeviceStream(), InFlight(CPU, 2, {})
+    thread.blocks = True
+    come, done = [threading.Event() for _ in range(3)], list[str]()
+
+    def start(number: int) -> Ticket:
+        def build(slot: Workspace) -> list[HopStep]:
+            return [
+                step(device, lambda: done.append(f"sent {number}")),
+                step(thread, come[number].wait),
+                step(device, lambda: done.append(f"summed {number}")),
+                step(thread, lambda: done.append(f"put {number}")),
+            ]
+
+        return in_flight.start(build)[-1]
+
+    first = start(0)
+    assert done == ["sent 0"]
+    come[0].set()
+    second = start(1)
+    assert [one for one in done if one != "put 0"] == ["sent 0", "summed 0", "sent 1"]
+    come[1].set()
+    second.wait()
+    first.wait()
+    assert done[-2:] == ["summed 1", "put 1"]
+    # What was waited for is not queued once more.
+    third = start(2)
+    come[2].set()
+    third.wait()
+    assert len(done) == 9
+    thread.close()
 
 
 def test_an_error_reaches_who_waits_and_all_that_follow() -> None:

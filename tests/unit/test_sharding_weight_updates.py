@@ -23,6 +23,8 @@ PACKED = Packing(8, 32)
 class GpuStream:
     """Runs a job when it is submitted, as a GPU's stream does; a wait for it is the device's."""
 
+    blocks = False
+
     def submit(self, job: Job) -> "GpuStream":
         """Run `job`."""
         job()

@@ -16,7 +16,11 @@ Job = Callable[[], object]
 
 
 class Stream(Protocol):
-    """Runs jobs in the order of submission, each after what was computed before its submission."""
+    """Runs jobs in the order of submission, each after what was computed before its submission.
+
+    blocks: whether the host waits for a job of another stream that waits for one of this."""
+
+    blocks: bool
 
     def submit(self, job: Job) -> Ticket:
         """Queue `job`, which runs without gradients."""
@@ -42,6 +46,8 @@ class ThreadStream:
     Once a job has raised an error, later jobs do not run, and waiting for them raises the same error. Later jobs may
     rely on what the failed job should have done, and their own errors would hide the cause.
     """
+
+    blocks = False
 
     def __init__(self, name: str, activity: Activity | None = None, of_others: bool = True) -> None:
         """of_others: whether who waits for a job waits for other ranks."""
@@ -96,6 +102,8 @@ _FIRST = -1
 class CudaStream:
     """Queues jobs on a CUDA stream. Streams wait for each other's events; the host does not wait."""
 
+    blocks = False
+
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
         self._stream, self._activity = torch.cuda.Stream(device, priority=_FIRST), activity or Activity()
 
@@ -114,6 +122,8 @@ class CudaStream:
 class CudaThreadStream:
     """Runs jobs in a thread, on a CUDA stream of their own: for jobs in which the host waits, such as reads of files.
     The thread that submits does not wait."""
+
+    blocks = True
 
     def __init__(self, device: torch.device, name: str, activity: Activity | None = None) -> None:
         self._stream, self._activity = torch.cuda.Stream(device, priority=_FIRST), activity or Activity()
