@@ -34,9 +34,9 @@ class LateStream:
         """Run what another stream has before an event, before what comes next here."""
         self.copies.append(event.synchronize)
 
-    def record_event(self) -> Any:
+    def record_event(self, event: Any = None) -> Any:
         """Return an event behind what is queued."""
-        event: Any = torch.cuda.Event()
+        event = event or torch.cuda.Event()
         event.stream, event.place = self, len(self.copies)
         return event
 
@@ -69,6 +69,9 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
 
     class Event:
         stream, place = mode.main, 0
+
+        def __init__(self, blocking: bool = False) -> None:
+            """See torch."""
 
         def record(self) -> None:
             self.stream, self.place = mode.current, len(mode.current.copies)

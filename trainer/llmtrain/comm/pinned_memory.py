@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 from llmtrain_data import units
@@ -27,6 +28,9 @@ def host_zeros(numel: int, dtype: torch.dtype, pinned: bool) -> Tensor:
         return torch.zeros(numel, dtype=dtype, pin_memory=pinned)
     # Another allocation must not share its pages.
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages are mapped and pinned sooner. Not every kernel has them.
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     # torch's threads map the pages on this rank's socket; the driver would map them one after another.
     memory = torch.frombuffer(pages, dtype=dtype).zero_()
     _pin(memory)
@@ -48,7 +52,8 @@ def _pin(memory: Tensor) -> None:
     if int(error):
         raise RunFailedError(
             f"{units.size(memory.nbytes)} of the host's memory could not be pinned for copies to the GPU "
-            f"({runtime.cudaGetErrorString(error)}); free memory of the host, raise `ulimit -l`, or offload less"
+            f"({runtime.cudaGetErrorString(error)}); free memory of the host, raise `ulimit -l`, offload less, or "
+            "set checkpoint.async=false"
         )
     # The callback runs before the storage frees the memory. The end of the process unpins by itself.
     weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False

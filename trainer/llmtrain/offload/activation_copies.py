@@ -94,7 +94,8 @@ class GpuCopies:
             destination.copy_(values, non_blocking=True)
             self._went.record()
         self._store.link.to_host += values.nbytes
-        self._going = region, values
+        # Its own tensor: the caller empties the given one after its group's forward pass.
+        self._going = region, values.detach()
 
     def settle(self) -> None:
         """See ActivationCopies."""

@@ -100,7 +100,8 @@ class StreamCopies:
 
     def wait(self) -> None:
         """See Copies."""
-        self._stream.synchronize()
+        # Stepping threads wait here for gradients: one that sleeps leaves its core to the others.
+        self._stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def record(self) -> Event:
         """See Copies."""
