@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -56,12 +57,14 @@ def plan(*keys: str, facts: Facts = GPU) -> Plan:
 def main(said: list[str], others: list[list[int]] | None = None) -> Ranks:
     """The main rank, which notes what it says. others: which kernels other ranks have."""
     heard = {"from_main": lambda name, text: said.append(text) or text}
-    gathered = {"gather_all": lambda own: [own, *(others or [])]}
+    gathered = {"gather_all": lambda own: [own, *(one[: len(own)] for one in others or [])]}
     return cast(Ranks, SimpleNamespace(is_main=True, device=torch.device("cuda"), **heard, **gathered))
 
 
 def other(said: list[str]) -> Ranks:
-    return cast(Ranks, SimpleNamespace(is_main=False, from_main=lambda name, text: said[-1]))
+    """Another rank, which hears what the main rank has said."""
+    heard = {"from_main": lambda name, text: said.pop(0), "gather_all": lambda own: [own]}
+    return cast(Ranks, SimpleNamespace(is_main=False, **heard))
 
 
 def timed(**seconds: float) -> Callable[[Kernel], float]:
@@ -88,7 +91,16 @@ def test_the_quickest_is_taken_by_all_ranks() -> None:
         "attention, forward and backward, as measured: torch 3.00 ms, cudnn 2.50 ms, flash-attn-2 2.00 ms, "
         "flash-attn-3 does not run"
     ]
-    assert choose(plan(), KERNELS, other(said), untimed) == ("flash-attn-2", [])
+    assert choose(plan(), KERNELS, other(said), timed(torch=0.001, flash_attn_2=0.002)) == ("flash-attn-2", [])
+
+
+def test_a_kernel_that_does_not_run_on_all_gpus_is_not_taken() -> None:
+    seconds = timed(torch=0.003, flash_attn_2=0.002)
+    kernel, sentences = choose(plan(), KERNELS, main([], [[1, 1, 0, 0]]), seconds)
+    assert kernel == "torch"
+    assert sentences[0].endswith(
+        "torch 3.00 ms, cudnn does not run, flash-attn-2 does not run, flash-attn-3 does not run"
+    )
 
 
 def test_torch_is_taken_where_nothing_runs() -> None:
@@ -106,7 +118,11 @@ def test_a_resumed_run_keeps_the_kernel_of_its_record() -> None:
     (folder / "recipe.resolved.yaml").write_text("train: {attention: auto}")
     assert choose(made, KERNELS, main([]), timed(torch=2.0, cudnn=1.0))[0] == "cudnn"
     write_record(folder, plan(facts=replace(GPU, attention="cudnn")))
-    assert choose(made, KERNELS, main([]), untimed) == ("cudnn", [])
+    asked: list[str] = []
+    assert choose(made, KERNELS, main([]), lambda kernel: asked.append(kernel) or 1.0) == ("cudnn", [])
+    assert asked == ["cudnn"]
+    # The GPUs are others.
+    assert choose(made, KERNELS, main([]), timed(torch=1.0))[0] == "torch"
     # It can no longer be taken.
     assert choose(made, ("torch", "flash-attn-2"), main([]), timed(torch=1.0, flash_attn_2=2.0))[0] == "torch"
 
@@ -132,6 +148,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(attention, "take_kernel", found.append)
     monkeypatch.setattr(attention, "forget_peak_memory", lambda device: None)
     monkeypatch.setattr(attention, "is_installed", lambda kernel: kernel != "flash-attn-3")
+    monkeypatch.setattr(attention, "takes_length", lambda kernel, length: True)
     return found
 
 
@@ -182,10 +199,50 @@ def test_the_timer_runs_the_shapes_of_a_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    ("fault", "finds"),
+    [
+        (lambda mixed, q: mixed, False),
+        # It rounds elsewhere.
+        (lambda mixed, q: mixed * (1 + 2**-8), False),
+        (lambda mixed, q: mixed.roll(1, 1), True),
+        (lambda mixed, q: mixed * float("nan"), True),
+        # Only at large scores.
+        (lambda mixed, q: mixed if q.abs().max() < 8 else mixed * float("nan"), True),
+        # Only the gradients.
+        (lambda mixed, q: 2 * mixed - mixed.detach(), True),
+    ],
+)
+def test_a_kernel_that_computes_something_else_is_not_taken(
+    fault: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], finds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = op.causal_attention
+
+    def faulty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, kernel: Kernel) -> torch.Tensor:
+        mixed = attend(q, k, v, dropout)
+        return fault(mixed, q) if kernel == "cudnn" else mixed
+
+    monkeypatch.setattr(attention, "causal_attention", faulty)
+    monkeypatch.setattr(attention, "take_kernel", lambda kernel: None)
+    drawn = torch.Generator().manual_seed(0)
+    gradient, *inputs = (torch.randn(2, 32, 4, 16, generator=drawn, dtype=torch.bfloat16) for _ in range(4))
+    with pytest.raises(RuntimeError, match="cudnn computes something else") if finds else nullcontext():
+        attention.check_agreement("cudnn", [one.requires_grad_() for one in inputs], gradient)
+
+
+def test_old_versions_of_cudnn_are_not_taken_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, found in ((None, False), (91002, False), (91500, False), (91501, True)):
+        monkeypatch.setattr("torch.backends.cudnn.version", lambda version=version: version)
+        assert op.takes_length("cudnn", 2000) is found
+        assert op.takes_length("cudnn", 2048)
+        assert op.takes_length("torch", 2000)
+
+
+@pytest.mark.parametrize(
     ("keys", "kernel", "what"),
     [
         (("precision.compute=fp32",), "flash-attn-2", "fp32"),
         (("model.dropout=0.1",), "flash-attn-3", "dropout"),
+        (("model.dropout=0.1",), "cudnn", "dropout but in multiples of 1/16"),
         (("train.deterministic=true",), "cudnn", "deterministic results"),
     ],
 )

@@ -28,5 +28,8 @@ def lack(kernel: Kernel, wide: bool, dropout: float, deterministic: bool) -> str
         return "fp32"
     if dropout and kernel == "flash-attn-3":
         return "dropout"
+    # cuDNN rounds others to these, or torch refuses them (pytorch/pytorch#174245).
+    if kernel == "cudnn" and 16 * dropout % 1:
+        return "dropout but in multiples of 1/16"
     # torch does not take cuDNN's kernel where it may take deterministic ones alone.
     return "deterministic results" if deterministic and kernel == "cudnn" else ""

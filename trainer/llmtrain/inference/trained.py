@@ -13,6 +13,7 @@ from llmtrain_data.dataset import SamplePart, Samples, Split, open_split
 from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import known_end_of_text_id, load_tokenizer, tokenizer_identity
 from llmtrain_data.waiting import Waiting
+from llmtrain_kernels.attention.op import take_kernel
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
@@ -101,6 +102,8 @@ def _open(folder: Path, waiting: Waiting | None, dtype: str) -> TrainedModel:
     config, memory = model_of(manifest), gpu_memory(ranks.device)
     computed, units = _dtype(dtype, manifest.recipe, memory is not None), model_units(config)
     _check_memory(sum(unit.numel for unit in units) * computed.itemsize, memory)
+    # By itself torch may take cuDNN's, which builds a graph for each length, and with which the run has not trained.
+    take_kernel("torch")
     model = GPT(config, ranks.device)
     weights = [(unit, torch.empty(unit.numel, dtype=computed, device=ranks.device)) for unit in units]
     load(folder, [StateShard(unit, 0, unit.numel, {"master": weight}) for unit, weight in weights], ranks)
