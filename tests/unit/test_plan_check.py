@@ -133,9 +133,10 @@ def test_gradients_are_not_summed_in_16_bits_everywhere(overrides: list[str], sa
         check(make_plan(recipe(*narrow, *overrides), CPU), CPU)
 
 
-@pytest.mark.parametrize("key", ["precision.reduce=fp32", "precision.compute=fp32"])
+@pytest.mark.parametrize("key", ["precision.reduce=fp32", "precision.compute=fp32", "train.compile=true"])
 def test_sums_that_tensor_parallel_ranks_average_stay_on_the_gpu(key: str) -> None:
-    """NCCL's order of fp32 sums differs between their groups. On CPUs it does not."""
+    """NCCL's order of fp32 sums differs between their groups, and Inductor's kernels between ranks. On CPUs they do
+    not."""
     keys, gpu = ("parallel.tensor=2", "offload={parameters: host}"), Facts(world=2, device="cuda")
     assert make_plan(recipe(*keys), gpu).record["offload"]["gradients"] == "host"
     for facts, found in ((gpu, "none"), (CPU, "host")):

@@ -38,4 +38,6 @@ def _summed_by(recipe: Recipe, device: Device, compute: Compute) -> str | None:
         return None
     if compute == "fp32":
         return "precision.compute=fp32"
+    if recipe.train.compile is True:
+        return "train.compile=true"
     return "precision.reduce=fp32" if recipe.precision.reduce == "fp32" else None

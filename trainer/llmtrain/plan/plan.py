@@ -226,10 +226,12 @@ class Plan:
     @property
     def averages_replicas(self) -> bool:
         """Whether tensor-parallel ranks take the mean of their gradients of TP-replicated parameters, which would
-        differ: rounding of packed gradients depends on the rest of a block, and NCCL chooses the order of its fp32 sums
-        for each group."""
-        differ = self.sharding.quantization.gradients or (self.device == "cuda" and self.reduces_fp32)
-        return bool(differ) and self.grid.degree(Axis.TENSOR) > 1
+        differ: rounding of packed gradients depends on the rest of a block, NCCL chooses the order of its fp32 sums for
+        each group, and Inductor times kernels on each rank, which add up in different orders. Ranks that share the
+        sequence add up their parts of these gradients, whoever has computed them."""
+        compiled = self.training.compile and not self.sequence_parallel
+        on_gpu = self.device == "cuda" and (self.reduces_fp32 or compiled)
+        return bool(self.sharding.quantization.gradients or on_gpu) and self.grid.degree(Axis.TENSOR) > 1
 
     def stages_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the stages of a rank of the run, by chunk."""
