@@ -105,6 +105,9 @@ def test_networks_of_nccl() -> None:
     # Two sites on InfiniBand that reach each other through it.
     joined = sites("infiniband", "infiniband", between={"kind": "infiniband", "interface": "ib1"})
     assert nccl_net(joined, card_of(joined, [[0, 4]], 0)) == "IB"
+    # A card of an InfiniBand or RoCE kind that joins clusters whose own cards do not reach each other.
+    apart = sites("infiniband", "roce", between={"kind": "roce", "interface": "eth0"})
+    assert nccl_net(apart, card_of(apart, [[0, 4]], 0)) == "Socket"
     frontier = load_cluster("frontier")
     assert nccl_net(frontier, card_of(frontier, [[0, 8]], 0)) is None
     assert nccl_net(None, None) is None

@@ -147,6 +147,20 @@ def test_networks_of_some_nodes_make_clusters() -> None:
         networks([machines[0], machines[2], machines[1], machines[3]])
 
 
+def test_clusters_of_different_kinds_that_no_interface_joins() -> None:
+    def nodes(kind: str, own: int, joins: str) -> list[Machine]:
+        cards = [(("fast", f"10.{own}.0.{node}", f"10.{own}.0.0/16"), node) for node in (1, 2)]
+        return [machine(card, (joins, f"10.9.{own}.{node}", "10.9.0.0/16"), kind=kind) for card, node in cards]
+
+    named = [*nodes("infiniband", 0, "eno1"), *nodes("roce", 1, "eth0")]
+    with pytest.raises(BadInputError, match="no network joins all nodes under one name of its interface"):
+        networks(named)
+    # Those of one kind may reach each other over routers.
+    routed = [*nodes("roce", 0, "eno1"), *nodes("roce", 1, "eth0")]
+    clusters, between = networks(routed)
+    assert ([each.nodes for each in clusters], between) == ([2, 2], None)
+
+
 def test_cards_that_join_nothing_are_left_out() -> None:
     inside = ("docker0", "172.17.0.1", "172.17.0.0/16")
     cards = [("eth0", "10.0.0.{}", "10.0.0.0/16"), ("eth1", "10.1.0.{}", "10.1.0.0/16"), inside]

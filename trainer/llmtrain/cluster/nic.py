@@ -56,5 +56,9 @@ def nccl_net(cluster: Cluster | None, card: Nic | None) -> str | None:
     """Return the network that NCCL is to use for a group with this card; None: NCCL chooses."""
     if cluster is None or card is None:
         return None
-    # NCCL would choose the fast cards, which both sides have, but which cannot reach each other.
-    return _NCCL_NETS.get(card.kind, "Socket" if card is cluster.between else None)
+    if card is not cluster.between:
+        return _NCCL_NETS.get(card.kind)
+    # NCCL would choose the fast cards, which both sides have, but which cannot reach each other. Where they can, they
+    # are of the kind of the network between the clusters.
+    joined = all(other.kind == card.kind for group in cluster.clusters for other in group.cards)
+    return _NCCL_NETS.get(card.kind, "Socket") if joined else "Socket"

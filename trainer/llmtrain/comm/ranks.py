@@ -4,7 +4,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -188,19 +188,18 @@ def connect(
     layout: Layout,
     tiers: tuple[Tier, ...] = ALONE,
     timeout: timedelta = timedelta(minutes=10),
-    cluster: Cluster | None = None,
+    cluster: Cluster | Callable[[dist.Store], Cluster] | None = None,
     noted: bool = False,
 ) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
     The backend is gloo on CPUs and NCCL on GPUs. A single process needs no environment and makes no process group.
-    cluster: see Links; the group of all ranks uses the network that joins them all. If one machine has all ranks
-    (LOCAL_WORLD_SIZE), the cluster is not used. timeout: within it, a rank that is gone ends the others; so does a rank
-    that hangs, if ranks record what they do (noted). Raises BadInputError if this machine lacks the network card,
-    RunFailedError if the ranks do not find each other.
+    cluster: see Links, or a function that returns it, of a store in which ranks can find out together; the group of all
+    ranks uses the network that joins them all. If one machine has all ranks (LOCAL_WORLD_SIZE), the cluster is not
+    used. timeout: within it, a rank that is gone ends the others; so does a rank that hangs, if ranks record what they
+    do (noted). Raises BadInputError if this machine lacks the network card, RunFailedError if the ranks do not find
+    each other.
     """
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
-        cluster = None
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = device_of(local_rank)
     if device.type == "cuda":
@@ -214,19 +213,32 @@ def connect(
     watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted, recorder_of(backend))
     _check_device(store, rank, device.type)
     activity.record(CONNECTING)
-    card = card_of(cluster, [range(layout.world)], rank)
+    shared = dist.PrefixStore("llmtrain", store)
+    described = cluster(shared) if callable(cluster) else cluster
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(layout.world):
+        described = None
+    # Longer than the watchdog's timeout, as the watchdog says why the run ends.
+    patience = 2 * timeout
+    _connect_all(store, rank, layout.world, described, patience, device)
+    links = Links(shared, tiers, described, patience)
+    return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
+
+
+def _connect_all(
+    store: dist.Store, rank: int, world: int, cluster: Cluster | None, patience: timedelta, device: torch.device
+) -> None:
+    """Make the group of all ranks, over the network that joins them."""
+    backend, card = "nccl" if device.type == "cuda" else "gloo", card_of(cluster, [range(world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
         # NCCL reads it once, for the rendezvous and for sockets. "=" asks for an exact match of the name.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
-    # Longer than the watchdog's timeout, as the watchdog says why the run ends.
-    patience = 2 * timeout
     operations = ALWAYS if backend == "nccl" else patience
     with gloo_over(card), _named_failure(rank):
         dist.init_process_group(
             backend,
             store=store,
             rank=rank,
-            world_size=layout.world,
+            world_size=world,
             timeout=operations,
             pg_options=group_options(backend, cluster, card, operations),
             # NCCL then connects now, and not in the first step.
@@ -234,8 +246,6 @@ def connect(
         )
     if backend == "nccl":
         connect_apart()
-    links = Links(dist.PrefixStore("llmtrain", store), tiers, cluster, patience)
-    return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, dist.Store, int]:
@@ -275,8 +285,8 @@ def _named_failure(rank: int) -> Iterator[None]:
         # Without the line of its source.
         why = re.sub(r"\[[^]]*:\d+\] ", "", str(error).partition("\n")[0])
         raise RunFailedError(
-            f"gloo failed on rank {rank} on {socket.gethostname()} as it connected: {why}; GLOO_SOCKET_IFNAME sets the "
-            "network interface that it takes"
+            f"gloo failed on rank {rank} on {socket.gethostname()} as it connected: {why}; the interface in the "
+            "cluster's description sets the network that it takes, or else GLOO_SOCKET_IFNAME"
         ) from error
 
 

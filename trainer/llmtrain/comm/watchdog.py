@@ -262,7 +262,8 @@ class Watchdog:
             return "see whether their machines reach each other, or raise train.timeout"
         return (
             "NCCL_DEBUG=INFO shows where NCCL waits: often for a network that joins not all machines "
-            "(NCCL_SOCKET_IFNAME sets it), or for GPUs that cannot reach each other (NCCL_P2P_DISABLE=1)"
+            "(the interface in the cluster's description sets it, or else NCCL_SOCKET_IFNAME), or for GPUs that cannot "
+            "reach each other (NCCL_P2P_DISABLE=1)"
         )
 
     def _guard(self) -> None:

@@ -25,6 +25,8 @@ from llmtrain.launch.measure.links import Link, links, socket_links
 from llmtrain.launch.measure.result import Measured, check_writable, described, without_slow_cards, write_cluster
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from llmtrain.comm.ranks import Ranks
 
 # A rank that waits for a lost rank gives up after this time.
@@ -91,9 +93,15 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
     if given is not None:
         tiers(given, place.world, place.ranks_per_node)
     machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
-    ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=given, noted=True)
+    machines = list[Machine]()
+
+    def seen(store: "Store") -> Cluster:
+        machines.extend(_gather_machines(store, place, machine))
+        return _start_from(given, machines, place.ranks_per_node, one_machine)
+
+    # Ranks of clusters that only one network joins cannot connect before they know it.
+    ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=seen, noted=True)
     with end_together(ranks):
-        machines = _gather_machines(ranks, machine)
         cluster = _start_from(given, machines, place.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
         if ranks.is_main:
@@ -103,11 +111,16 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched)
     disconnect(ranks)
 
 
-def _gather_machines(ranks: "Ranks", machine: Machine) -> list[Machine]:
-    """Return each rank's view of its machine."""
-    assert ranks.store is not None
-    ranks.store.set(f"machine/{ranks.rank}", json.dumps(machine.as_data()))
-    return [Machine.of(json.loads(ranks.store.get(f"machine/{rank}"))) for rank in range(ranks.layout.world)]
+def _gather_machines(store: "Store", place: Launched, machine: Machine) -> list[Machine]:
+    """Return each rank's view of its machine. Collective."""
+    store.set(f"machine/{place.rank}", json.dumps(machine.as_data()))
+    found = [Machine.of(json.loads(store.get(f"machine/{rank}"))) for rank in range(place.world)]
+    # Rank 0 holds the store, and may end because of what it has read.
+    if store.add("machines read", 1) == place.world:
+        store.set("all machines read", "")
+    if place.is_first:
+        store.wait(["all machines read"])
+    return found
 
 
 def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: int, one_machine: bool) -> Cluster:

@@ -117,6 +117,11 @@ def networks(machines: Sequence[Machine]) -> tuple[tuple[NodeGroup, ...], Nic | 
         groups.append(NodeGroup(name=name, nodes=nodes, **_as_keys(cards or (Nic(),))))
         first += nodes
     joining = sorted((by_network[0][name] for name in common), key=lambda card: -card.speed)
+    if len({group.cards[0].kind for group in groups}) > 1 and not joining:
+        raise BadInputError(
+            "no network joins all nodes under one name of its interface; describe the clusters with --cluster. Without "
+            "an interface there, each node takes that of its NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+        )
     return tuple(groups), _best(joining)[0] if len(runs) > 1 and joining else None
 
 
