@@ -301,6 +301,25 @@ def test_lost_ranks_are_started_again_and_then_left_out(corpus: Path, tmp_path: 
     assert json.loads((tmp_path / "tiny" / "run.json").read_text())["world"] == 1
 
 
+def test_ranks_that_are_started_again_resume_a_run_that_began_without_checkpoints(corpus: Path, tmp_path: Path) -> None:
+    """`checkpoint.resume: never` keeps the run from others' checkpoints, and not from its own."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(RECIPE.format(name="tiny", folder=corpus, runs=tmp_path, steps=60, timeout=TIMEOUT))
+    keys = ("2", "checkpoint.every=5", "train.max_restarts=1", "checkpoint.resume=never")
+    series = Series(recipe, tmp_path / "tiny", keys, random.Random(0))
+    process = series.start()
+    while not [*(tmp_path / "tiny/checkpoints").glob("step-*/manifest.json")]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    psutil.Process(process.pid).children()[1].kill()
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert re.search(r"restart 1 of 1 from step \d+ on 2 ranks", last_words(errors)[0])
+    # The user's own second start does not.
+    _, errors = series.start().communicate(timeout=100)
+    assert "checkpoint.resume is never; give the run another name" in errors
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(4))

@@ -91,6 +91,13 @@ def test_torchrun_starts_ranks_again(folder: Path) -> None:
     assert ("step", 8) in curve(folder / "runs" / "again")
 
 
+def test_torchrun_does_not_start_ranks_again_that_must_not_resume(folder: Path) -> None:
+    agent = (*AGENT, "--max-restarts", "1", *TRAIN)
+    code, _, errors = end(start(folder, "never", *agent, override="checkpoint.resume=never"))
+    assert code == 1
+    assert "but torchrun restarts lost ranks (--max-restarts), which resume from checkpoints; leave" in errors
+
+
 def test_one_rank_of_a_launcher_says_what_is_wrong_with_a_recipe(folder: Path) -> None:
     code, _, errors = end(start(folder, "wrong", *TORCHRUN, override="train.steeps=1"))
     assert code == 1

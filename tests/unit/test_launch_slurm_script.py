@@ -243,6 +243,29 @@ def test_ranks_are_asked_to_stop(job: Path, number: int) -> None:
     assert requeued(job)
 
 
+def test_a_run_whose_start_takes_all_of_its_time_is_not_requeued_for_ever(job: Path) -> None:
+    """It saves 300 s before the end of its job's time. Slurm may signal a minute early."""
+    job.write_text(render(replace(JOB, folder=job.parent / "a run"), Site(margin=300)))
+    (job.parent / "a run" / "checkpoints").mkdir()
+
+    def stopped(seconds: int, saves: str = "") -> int:
+        (job.parent / "ready").unlink(missing_ok=True)
+        process = start(job, "later", SLURM_JOB_END_TIME=str(int(time.time()) + seconds), SAVES=saves)
+        while not (job.parent / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+        return end(process)
+
+    assert [stopped(350), stopped(350)] == [75, 75]
+    # It may be preempted as often as others like.
+    assert [stopped(5000), stopped(5000)] == [75, 75]
+    assert stopped(350) == 2
+    assert (job.parent / "asked").read_text() == "requeue 5\n" * 4
+    # Then it has more time, or its start is quick for once.
+    assert [stopped(350), stopped(350), stopped(350, saves="yes"), stopped(350), stopped(350)] == [75] * 5
+
+
 def test_a_job_of_an_array_requeues_itself_alone(job: Path) -> None:
     """One task of an array has the array's own id, which would requeue all of its tasks."""
     assert end(start(job, "75", SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")) == 75

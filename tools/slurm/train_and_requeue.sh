@@ -37,9 +37,11 @@ if [ "${margin:-0}" -gt 0 ] && [ "${SLURM_JOB_END_TIME:-0}" -gt 0 ] && [ "$left"
 fi
 
 # On USR1, ranks finish the step, save and exit with 75. srun forwards USR1; on TERM, it would kill the job step.
-asked=
+asked= late=
 ask() {
   asked=yes
+  # Slurm signals up to a minute early.
+  [ "${SLURM_JOB_END_TIME:-0}" -le 0 ] || [ $((SLURM_JOB_END_TIME - $(date +%s))) -gt $((${margin:-0} + 60)) ] || late=yes
   kill -USR1 "$ranks" 2> /dev/null
 }
 trap ask USR1 TERM
@@ -79,6 +81,16 @@ done
 # ended ranks that were late to exit after they had saved; a rank that runs out of memory as it saves would do so again.
 if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" = 143 ]; }; then code=75; fi
 if [ -n "$asked" ] && [ "$code" -gt 128 ] && { [ -z "$checkpoints" ] || [ "$after" != "$begun" ]; }; then code=75; fi
+# A run whose start takes all of its job's time would be queued for ever.
+if [ -n "$checkpoints" ] && [ "$after" != "$begun" ]; then rm -f "$checkpoints.late"; fi
+if [ "$code" = 75 ] && [ -n "$late" ] && [ -n "$checkpoints" ] && [ "$after" = "$begun" ]; then
+  echo "$SLURM_JOB_ID" >> "$checkpoints.late"
+  if [ "$(wc -l < "$checkpoints.late")" -ge 3 ]; then
+    rm -f "$checkpoints.late"
+    echo "the time of three jobs in a row has ended before the run's first step; give it more time, or lower margin" >&2
+    exit 2
+  fi
+fi
 if [ "$code" = 75 ] && [ "${requeue:-yes}" = yes ]; then
   job=$(scontrol show job --oneliner "$me")
   # Do not requeue a cancelled job, or one that Slurm has already requeued.

@@ -173,7 +173,7 @@ def _attempt(ranks: int, arguments: Sequence[str], signals: _Signals) -> _End | 
     )
     monitor, kills = Monitor(ranks, notes), memory_kills()
     try:
-        elastic_launch(config, sys.executable)("-m", "llmtrain", *arguments)
+        elastic_launch(config, sys.executable)("-P", "-m", "llmtrain", *arguments)
     except ChildFailedError as error:
         monitor.close()
         # Leave out the ranks that the monitor killed: they did not cause the failure. The agent may know of no others.

@@ -76,7 +76,7 @@ def plan_job(
     python = site.python or ("python" if site.container else sys.executable)
     # srun sets no rank for a single task, and `llmtrain run` would then start a rank for each GPU.
     alone = ["--nproc", "1"] if allocation.ranks == 1 else []
-    command = (python, "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
+    command = (python, "-P", "-m", "llmtrain", "run", *alone, *(["--force"] if force else []))
     submitted = SubmittedRecipe(_as_submitted(given, recipe), _sources(name, recipe))
     series = Chain(chain) if array is None else Array(array)
     remark = None if plan is None else _short_margin(plan, site.margin)

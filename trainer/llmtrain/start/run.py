@@ -54,6 +54,8 @@ from llmtrain.training.open_choices import OpenChoices
 BF16 = (8, 0)
 # Holds the recipe for the ranks that this process starts.
 RECIPE = "LLMTRAIN_RECIPE"
+# torchrun's --max-restarts, for its ranks.
+_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 # Bytes of an environment variable; Linux takes 128 KiB with its name.
 LONGEST_VARIABLE = 120_000
 # Seconds that ranks leave the first one of their machine to report a bad recipe.
@@ -77,6 +79,7 @@ def start(
         recipe = held or load_recipe(name, overrides)
         check_recipe(recipe, () if held else folders_above(name))
         check_start(checkpointing(recipe.checkpoint), Path(recipe.logging.dir, recipe.name, "checkpoints"))
+        _check_restarts(recipe, place)
     if place is None and not dry_run:
         _refuse_second(Path(recipe.logging.dir, recipe.name))
     # PyTorch, which knows whether there are GPUs, must not be loaded yet. With GPUs it does no harm.
@@ -122,6 +125,16 @@ def _held_recipe(place: Launched | None) -> Recipe | None:
     """Return the recipe that `llmtrain run` has given to this rank, which it has started; None if there is none."""
     text = os.environ.get(RECIPE) if place is not None and place.by == "llmtrain" else None
     return None if text is None else parse_recipe(json.loads(text))
+
+
+def _check_restarts(recipe: Recipe, place: Launched | None) -> None:
+    """Raise BadInputError where a launcher would restart ranks that may not resume. `llmtrain run` knows which folder
+    was empty at its start; torchrun does not."""
+    if place is not None and recipe.checkpoint.resume == "never" and os.environ.get(_RESTARTS, "0") != "0":
+        raise BadInputError(
+            f"checkpoint.resume is never, but {place.by} restarts lost ranks (--max-restarts), which resume from "
+            "checkpoints; leave checkpoint.resume out"
+        )
 
 
 def open_choices(recipe: Recipe) -> OpenChoices:
@@ -282,8 +295,10 @@ def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None
     from llmtrain.launch.local import Restarts, launch
 
     folder = Path(recipe.logging.dir, recipe.name, "checkpoints")
-    # Ranks that start again take the recipe as it was, whatever its file has become.
-    text = json.dumps(as_data(recipe))
+    # Ranks that start again take the recipe as it was, whatever its file has become. They resume also where the run
+    # was to begin without checkpoints: by now those in its folder are its own.
+    again = replace(recipe.checkpoint, resume="auto") if recipe.checkpoint.resume == "never" else recipe.checkpoint
+    text = json.dumps(as_data(replace(recipe, checkpoint=again)))
     if len(text) <= LONGEST_VARIABLE:
         os.environ[RECIPE] = text
 
