@@ -108,7 +108,7 @@ def _built(source: str) -> Path:
     Ranks that start together wait for the first one's build. The operating system releases the lock when its holder
     ends, and a rename publishes only complete libraries. So a killed build does not block later ones.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise NativeError("there is no C++ compiler; install g++ or set CXX")
     code = (SOURCES / source / "cpu.cpp").read_bytes()

@@ -161,6 +161,17 @@ def test_launched_by_mpich() -> None:
     assert found is not None
     assert (found.by, found.variables["MASTER_PORT"]) == ("mpirun", "29500")
     assert launched({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
+    with pytest.raises(BadInputError, match="MPI_LOCALRANKID is not"):
+        launched({"PMI_RANK": "3", "PMI_SIZE": "4"})
+
+
+def test_launched_by_mpiexec_of_cray() -> None:
+    place = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+    found = launched(place | {"MASTER_ADDR": "n1"})
+    assert found is not None
+    assert (found.by, found.rank, found.local_rank, found.world, found.ranks_per_node) == ("mpirun", 3, 1, 4, 2)
+    with pytest.raises(BadInputError, match="set MASTER_ADDR"):
+        launched(place)
 
 
 OPEN_MPI = {

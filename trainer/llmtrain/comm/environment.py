@@ -87,7 +87,7 @@ def _found(environment: Mapping[str, str]) -> Launched | None:
         return _from_mpi(environment, _OPEN_MPI)
     # srun --mpi=pmi2 gives its tasks such variables too.
     if _HYDRA.start(environment) and environment["PMI_SIZE"] != environment.get("SLURM_STEP_NUM_TASKS"):
-        return _from_mpi(environment, _HYDRA)
+        return _from_mpi(environment, _PALS if _PALS.local_rank in environment else _HYDRA)
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and not _is_shell(environment):
         return _from_slurm(environment)
     return None
@@ -152,10 +152,18 @@ _OPEN_MPI = _MpiNames(
 )  # fmt: skip
 # MPICH and Intel MPI.
 _HYDRA = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# Cray's mpiexec.
+_PALS = _MpiNames("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 
 
 def _from_mpi(environment: Mapping[str, str], names: _MpiNames) -> Launched:
     rank, world = environment[names.rank], environment[names.world]
+    if names.local_rank not in environment:
+        # Its machine's first GPU would be that of all ranks.
+        raise BadInputError(
+            f"{names.rank} is set and {names.local_rank} is not: what started this rank does not say which one of its "
+            "machine it is; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     here = environment.get(names.local_world, world)
     if here != world and "MASTER_ADDR" not in environment:
         raise BadInputError(
@@ -170,7 +178,7 @@ def _from_mpi(environment: Mapping[str, str], names: _MpiNames) -> Launched:
     variables = {
         "RANK": rank,
         "WORLD_SIZE": world,
-        "LOCAL_RANK": environment.get(names.local_rank, "0"),
+        "LOCAL_RANK": environment[names.local_rank],
         "LOCAL_WORLD_SIZE": here,
         "MASTER_ADDR": environment.get("MASTER_ADDR", "localhost"),
         "MASTER_PORT": environment.get("MASTER_PORT", port),
