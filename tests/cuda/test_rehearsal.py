@@ -95,8 +95,8 @@ def test_the_host_waits_at_the_end_of_the_passes(case: str, answer: Answer) -> N
     steps one each."""
     found = answer("cases", case)
     assert Counter(found["waits"]) == Counter([NORM, *CASES[case].waits])
-    assert sorted({*found["drained"], SUMMED} - {SUMMED}) == sorted({*CASES[case].drained})
-    assert len(found["drained"]) <= 1 + len(CASES[case].drained)
+    # Sums that rest elsewhere are there once, after the passes.
+    assert Counter[str](found["drained"]) - Counter([SUMMED]) == Counter(CASES[case].drained)
     assert found["pageable"] == []
 
 

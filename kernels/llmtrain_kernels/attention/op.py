@@ -23,7 +23,7 @@ FLASH_CAPABILITY = (8, 0)
 SMALL_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 WIDE_HEAD, WIDER_HEAD = 192, 224
 # The last version of cuDNN, 9.15.0, that torch does not take by itself for all lengths.
-SOUND_CUDNN = 91500
+FAULTY_CUDNN = 91500
 
 
 def joint_attention(
@@ -71,7 +71,7 @@ def take_kernel(kernel: Kernel) -> None:
 def takes_length(kernel: Kernel, sequence: int) -> bool:
     """Return whether torch would take a kernel by itself for sequences of this length. Older versions of cuDNN have
     faults with those that 128 does not divide (pytorch/pytorch#169849)."""
-    return kernel != "cudnn" or sequence % 128 == 0 or (torch.backends.cudnn.version() or 0) > SOUND_CUDNN
+    return kernel != "cudnn" or sequence % 128 == 0 or (torch.backends.cudnn.version() or 0) > FAULTY_CUDNN
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, kernel: Kernel = "torch") -> Tensor:

@@ -209,8 +209,8 @@ def connect(
         return Ranks(0, 0, layout, device)
     store, own, rank = _meet(timeout)
     activity = Activity(rank, os.environ.get(CRASH_NOTES))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted, recorder_of(backend))
+    recorder = recorder_of(_backend(device))
+    watchdog = Watchdog(activity, own, layout.world, timeout.total_seconds(), noted, recorder)
     _check_device(store, rank, device.type)
     activity.record(CONNECTING)
     shared = dist.PrefixStore("llmtrain", store)
@@ -224,11 +224,15 @@ def connect(
     return Ranks(rank, local_rank, layout, device, links, Monitoring(activity, watchdog))
 
 
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def _connect_all(
     store: dist.Store, rank: int, world: int, cluster: Cluster | None, patience: timedelta, device: torch.device
 ) -> None:
     """Make the group of all ranks, over the network that joins them."""
-    backend, card = "nccl" if device.type == "cuda" else "gloo", card_of(cluster, [range(world)], rank)
+    backend, card = _backend(device), card_of(cluster, [range(world)], rank)
     if backend == "nccl" and card is not None and card.interface is not None:
         # NCCL reads it once, for the rendezvous and for sockets. "=" asks for an exact match of the name.
         os.environ["NCCL_SOCKET_IFNAME"] = f"={card.interface}"
