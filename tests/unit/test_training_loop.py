@@ -314,12 +314,19 @@ def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:
         train("model.vocab=60")
 
 
-def test_compiled_blocks_keep_the_curve(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_keep_the_curve(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run takes the graphs of both passes from torch's cache on disk, and adds none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     monkeypatch.setattr(matmul, "onednn_is_wider", constant(lambda: True))
-    plain = train("train.steps=6", "train.eval_every=0")
-    compiled = train("name=compiled", "train.steps=6", "train.eval_every=0", "train.compile=true")
-    assert compiled == pytest.approx(plain, rel=1e-5)
+    plain, graphs = train("train.steps=6", "train.eval_every=0"), list[set[Path]]()
+    for name in ("compiled", "again"):
+        torch.compiler.reset()
+        compiled = train(f"name={name}", "train.steps=6", "train.eval_every=0", "train.compile=true")
+        assert compiled == pytest.approx(plain, rel=1e-5)
+        graphs.append({path for path in (tmp_path / "cache" / "fxgraph").rglob("*") if path.is_file()})
+    assert len(graphs[0]) >= 2
+    assert graphs[0] == graphs[1]
 
 
 def test_another_batch_goes_on_where_the_data_stopped(
