@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from llmtrain.cli.main import main
+from llmtrain.cluster.load import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,6 +29,12 @@ def test_plans_are_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
         expected = "".join(r"(.*\n)*" if line == "..." else re.escape(f"{line}\n") for line in shown)
         said = "".join(f"{line}\n" for line in printed)
         assert re.fullmatch(expected, said), f"lines of `llmtrain {command}` are left out without '...'"
+
+
+def test_the_cluster_file_of_its_page_is_valid(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"(?ms)^```yaml\n(.*?)^```", (ROOT / "docs/cluster.md").read_text(encoding="utf-8"))
+    (tmp_path / "ours.yaml").write_text(shown)
+    assert [group.name for group in load_cluster(str(tmp_path / "ours.yaml")).clusters] == ["east", "west"]
 
 
 def test_links_lead_to_files() -> None:
