@@ -27,7 +27,8 @@ Seconds = Annotated[float, Field(ge=1, le=10**6, description="in seconds")]
 Share = Annotated[float, Field(ge=0, le=1)]
 MAX_WEIGHT = 10**9
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
-Factor = Annotated[float, Field(gt=0, le=10**9)]
+# RoPE's base is 3.6e9 in models of a million positions.
+Factor = Annotated[float, Field(gt=0, le=10**12)]
 Rate = Annotated[float, Field(ge=0, le=10**9)]
 # For numbers that a program wrote and somebody may have edited.
 Count = Annotated[int, Field(ge=0, lt=2**63)]

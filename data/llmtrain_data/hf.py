@@ -32,7 +32,8 @@ def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
     for table in _tables(dataset, name, split):
         # The columns of files without a schema, such as CSV, are known only now.
         _expect_column(name, key, table.column_names)
-        yield from column_chunks(table.column(key).combine_chunks(), f"dataset {name}: column {key!r}", 1)
+        for column in table.column(key).chunks:
+            yield from column_chunks(column, f"dataset {name}: column {key!r}", 1)
 
 
 def _expect_column(name: str, key: str, columns: list[str]) -> None:

@@ -156,6 +156,9 @@ def read_files(
             advice = "check that it is whole and what its name says"
             advice += ", or leave it out with --glob" if whole_files else ""
             first_sentence = reason(error).partition(". ")[0]
+            if "requires too much memory" in first_sentence:
+                # Arrow takes windows of up to 128 MiB.
+                advice = "it was compressed with --long; decompress it with zstd -d --long=31"
             raise DataError(f"{path} cannot be read: {first_sentence}; {advice}") from error
     yield from texts.flush()
 

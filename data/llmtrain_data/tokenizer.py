@@ -244,20 +244,24 @@ def begin_of_text_id(folder: str | Path, tokenizer: "tokenizers.Tokenizer") -> i
 
     Raises DataError if it puts several there, or an id that is not in the vocabulary.
     """
+    before = ids_before_text(tokenizer)
+    if before and (len(before) > 1 or tokenizer.id_to_token(before[0]) is None):
+        raise DataError(
+            f"the tokenizer in {folder} puts the ids {', '.join(map(str, before))} before a text; expected one id of "
+            "its vocabulary; prepare documents without it with --no-bos"
+        )
+    return before[0] if before else None
+
+
+def ids_before_text(tokenizer: "tokenizers.Tokenizer") -> list[int]:
+    """Return the ids that the tokenizer's template puts before a text. It may put others after it."""
     template = tokenizer.encode("").ids
     if not template:
-        return None
+        return []
     # A text shows which of these ids come before it. The template's own token always has an id.
-    token = tokenizer.id_to_token(template[0])
-    encoding = tokenizer.encode("" if token is None else token)
-    before = list(takewhile(lambda pair: pair[1] is None, zip(encoding.ids, encoding.sequence_ids, strict=True)))
-    if before and (token is None or len(before) > 1):
-        ids = ", ".join(str(number) for number, _ in before)
-        raise DataError(
-            f"the tokenizer in {folder} puts the ids {ids} before a text; expected one id of its vocabulary; "
-            "prepare documents without it with --no-bos"
-        )
-    return before[0][0] if before else None
+    encoding = tokenizer.encode(tokenizer.id_to_token(template[0]) or "")
+    pairs = zip(encoding.ids, encoding.sequence_ids, strict=True)
+    return [number for number, _ in takewhile(lambda pair: pair[1] is None, pairs)]
 
 
 def train_tokenizer(texts: Iterator[list[str]], vocab_size: int, output: Path, overwrite: bool = False) -> int:

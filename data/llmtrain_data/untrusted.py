@@ -13,6 +13,10 @@ LONGEST_REASON = 200
 """Most characters of a library's error message. Longer messages may contain the file's content."""
 
 
+LFS, FETCH = b"version https://git-lfs", "Git LFS has not fetched it; run git lfs pull in its folder"
+"""How a file begins that stands for one that Git LFS holds, and what to do."""
+
+
 class UnreadableError(ValueError):
     """A file cannot be read. The message is a clause that says why, without the file's name."""
 
@@ -40,6 +44,8 @@ def read_bytes(path: Path, most: int) -> bytes:
         raise UnreadableError(reason(error)) from error
     if max(size, len(content)) > most:
         raise UnreadableError(f"it has {max(size, len(content))} bytes or more, expected at most {most}")
+    if content.startswith(LFS):
+        raise UnreadableError(FETCH)
     return content
 
 

@@ -292,7 +292,8 @@ def words(folder: Path, settings: str = '{"eos_token": "</s>"}') -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<other>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>", "<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", BEGIN)])
+    special = [("<s>", BEGIN), ("</s>", END)]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A $B </s>", special)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(settings)
     return folder

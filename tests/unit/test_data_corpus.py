@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import zstandard
-from llmtrain_data import readers
+from llmtrain_data import hf, readers
 from llmtrain_data.corpus import FileCorpus, open_corpus
 from llmtrain_data.corpus_options import CorpusOptions
 from llmtrain_data.errors import DataError
@@ -308,6 +308,24 @@ def test_the_standard_library(tmp_path: Path) -> None:
     assert 6e6 < corpus.total < 25e6
     assert corpus.files == again.files
     assert any(path.name == "argparse.py" for path in corpus.files)
+
+
+def test_a_window_beyond_arrows_is_told(tmp_path: Path) -> None:
+    """As in dumps that zstd --long=31 has compressed."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(jsonl(TEXTS)) + compressor.flush())
+    with pytest.raises(DataError, match=r"it was compressed with --long; decompress it with zstd -d --long=31$"):
+        documents(tmp_path / "a.jsonl.zst")
+
+
+def test_rows_of_datasets_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined, a thousand long ones would have more than the 2 GiB of an Arrow array of strings."""
+    datasets = pytest.importorskip("datasets")
+    table = pa.table({"text": pa.chunked_array([["a", "b"], ["c"]])})
+    dataset = datasets.Dataset(table)
+    monkeypatch.setattr(hf, "_open", lambda name, split: dataset)
+    assert [len(chunk.column) for chunk in hf.read("set", "train", "text")] == [2, 1]
 
 
 def test_what_datasets_opens(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from llmtrain_data.indexed import IndexedData
 from llmtrain_data.prepare import Prepared, PrepareOptions, prepare
 from llmtrain_data.readers import TextChunk
 from llmtrain_data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_size, train_tokenizer
+from tokenizers import AddedToken
 
 TEXT = "def f(x):\n    return x + 1  # na\u00efve\n\n"
 
@@ -100,6 +101,15 @@ def test_an_encoder_that_differs_is_not_taken(
     assert "gigatoken and tokenizers give different ids" in done.reason
     with pytest.raises(DataError, match="leave out --encoder gigatoken"):
         run(folder, tokenizer, tmp_path / "other", encoder="gigatoken")
+
+
+def test_a_token_that_is_a_single_word_is_none_within_another(folder: Path, tokenizer: Path, tmp_path: Path) -> None:
+    made = load_tokenizer(tokenizer)
+    made.add_tokens([AddedToken("foo", single_word=True)])
+    own = shutil.copytree(tokenizer, tmp_path / "own")
+    made.save(str(own / "tokenizer.json"))
+    done = run(folder, own, tmp_path / "set", workers=1)
+    assert done.reason == "gigatoken and tokenizers give different ids, first for 'foofoo'"
 
 
 def test_an_encoder_that_fails_is_not_taken(

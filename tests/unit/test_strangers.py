@@ -1,5 +1,6 @@
 """Untrusted files: nothing in them runs, nothing outside their folder is read, and each is refused in a sentence."""
 
+import errno
 import json
 import os
 import re
@@ -15,8 +16,9 @@ from llmtrain.checkpoint.checksums import sidecar
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.describe import list_checkpoints
 from llmtrain.checkpoint.load import load_latest
-from llmtrain.checkpoint.manifest import model_of, read_manifest
+from llmtrain.checkpoint.manifest import StoredRange, model_of, read_manifest
 from llmtrain.checkpoint.plain_file import DamagedError
+from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
 from llmtrain.checkpoint.verify import verify
@@ -127,6 +129,17 @@ def test_a_link_in_a_checkpoint(name: str, checkpoint: Path) -> None:
     (checkpoint / name).symlink_to(outside)
     with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
         load(checkpoint)
+
+
+def test_a_file_that_the_disk_does_not_give_is_one_problem(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def block(reader: CheckpointReader, name: str, stored: StoredRange, index: int) -> torch.Tensor:
+        raise OSError(errno.EIO, "Input/output error", str(reader.folder / stored.file))
+
+    monkeypatch.setattr(CheckpointReader, "block", block)
+    (checkpoint / "notes").touch()
+    assert verify(checkpoint) == [
+        "notes is not part of the checkpoint", f"{PART} cannot be read to its end: Input/output error",
+    ]  # fmt: skip
 
 
 def test_a_checkpoint_under_the_name_of_another(checkpoint: Path) -> None:

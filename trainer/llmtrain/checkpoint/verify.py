@@ -48,17 +48,23 @@ def _problems_of(
     reader: CheckpointReader, file: str, placed: list[tuple[str, StoredRange]], report: Report
 ) -> list[str]:
     """Return the problems of one file. placed: the names and places of its ranges, in order."""
+    left = sum(stored.nbytes for _, stored in placed)
+    problems = []
     try:
         reader.file(file)
+        for name, stored in placed:
+            for index in range(len(stored.xxh3)):
+                size = min(reader.manifest.block, stored.nbytes - index * reader.manifest.block)
+                left -= size
+                report(size)
+                try:
+                    reader.block(name, stored, index)
+                except DamagedError as error:
+                    problems.append(str(error))
     except DamagedError as error:
-        report(sum(stored.nbytes for _, stored in placed))
-        return [str(error)]
-    problems = []
-    for name, stored in placed:
-        for index in range(len(stored.xxh3)):
-            report(min(reader.manifest.block, stored.nbytes - index * reader.manifest.block))
-            try:
-                reader.block(name, stored, index)
-            except DamagedError as error:
-                problems.append(str(error))
+        problems.append(str(error))
+    except OSError as error:
+        # Each further read of a failing disk would take as long. The other files are still read.
+        problems.append(f"{file} cannot be read to its end: {error.strerror}")
+    report(left)
     return problems

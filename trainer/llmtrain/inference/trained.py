@@ -11,7 +11,7 @@ from llmtrain_data import units as quantities
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SamplePart, Samples, Split, open_split
 from llmtrain_data.indexed import bin_path
-from llmtrain_data.tokenizer import known_end_of_text_id, load_tokenizer, tokenizer_identity
+from llmtrain_data.tokenizer import ids_before_text, known_end_of_text_id, load_tokenizer, tokenizer_identity
 from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.attention.op import take_kernel
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -299,9 +299,10 @@ def _prompt_ids(trained: TrainedModel, tokenizer: "tokenizers.Tokenizer", prompt
 
     The data of an imported checkpoint is unknown, so the tokenizer's template says how it begins. Raises BadInputError.
     """
-    ids = tokenizer.encode(prompt, add_special_tokens=trained.data is None).ids
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if trained.data is None:
-        return ids
+        # Without what the template puts after a text, such as the end-of-text id.
+        return ids_before_text(tokenizer) + ids
     try:
         begin = document_begin(trained.progress)
     except ValidationError as error:

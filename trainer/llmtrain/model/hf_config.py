@@ -43,6 +43,14 @@ _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     },
 }
 
+# Other names that transformers reads for keys of GPT-2.
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+
 # Hugging Face's names of our activations; exports write the first one.
 _GELU: dict[Activation, tuple[str, ...]] = {
     "gelu": ("gelu",),
@@ -119,6 +127,9 @@ def read_hf_config(folder: Path) -> GPTConfig:
 
 
 def _gpt2(config: _Config) -> dict[str, Any]:
+    for alias, key in _GPT2_ALIASES.items():
+        if (value := config.content.get(alias)) is not None and config.content.setdefault(key, value) != value:
+            raise config.refuse(alias, value, f"only with the {config.content[key]} of {key}; leave one of them out")
     hidden, heads = config.number("n_embd", 768, Hidden), config.number("n_head", 12, Hidden)
     return {
         "layers": config.number("n_layer", 12, Layers),

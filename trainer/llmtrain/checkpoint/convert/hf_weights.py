@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmtrain_data.untrusted import UnreadableError, read_json, reason, regular
+from llmtrain_data.untrusted import FETCH, LFS, UnreadableError, read_json, reason, regular
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -96,8 +96,10 @@ def _places(folder: Path) -> dict[str, _Stored]:
     for path in _files(folder):
         with _reading(path):
             with open(path, "rb", opener=regular) as raw:
-                header = int.from_bytes(raw.read(8), "little")
-            if header > _LARGEST_HEADER:
+                begin = raw.read(len(LFS))
+            if begin == LFS:
+                raise BadInputError(f"{path} holds no weights: {FETCH}")
+            if (header := int.from_bytes(begin[:8], "little")) > _LARGEST_HEADER:
                 raise BadInputError(f"{path} has a header of {header} bytes; expected at most {_LARGEST_HEADER}")
             with safe_open(path, framework="pt") as file:
                 for name in list(file.keys()):

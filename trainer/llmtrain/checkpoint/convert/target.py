@@ -39,6 +39,8 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise BadInputError if `target` exists and is not an empty folder, or is the current one."""
+    """Raise BadInputError if `target` exists and is not an empty folder, or cannot be replaced by a new one."""
     if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(Path.cwd())):
         raise BadInputError(f"{target} exists already; give a folder that does not exist, or remove it")
+    if target.is_mount():
+        raise BadInputError(f"{target} is where a volume is mounted; give a folder in it, such as {target / 'model'}")

@@ -52,12 +52,14 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
-    """Return the folder of a checkpoint's tokenizer: the copy in its run's folder, or else the recipe's."""
+    """Return the folder of a checkpoint's tokenizer: the copy in its run's folder, or else the recipe's; None without
+    a tokenizer."""
     candidates = [checkpoint.resolve().parent.parent / "tokenizer"]
     data = recipe.get("data")
     if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
         candidates.append(Path(data["tokenizer"]))
-    return next((folder for folder in candidates if folder.is_dir()), None)
+    # An imported model's copy may hold nothing but a generation_config.json.
+    return next((folder for folder in candidates if {one.name for one in tokenizer_files(folder)} - {GENERATION}), None)
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
