@@ -214,6 +214,7 @@ DROPS = {
 }
 REWINDS = {
     "rewound": Case(saves=True, rewinds=True),
+    "rewound, stage 3": Case(2, (_stage(3),), saves=True, rewinds=True),
     "rewound, optimizer on the host": Case(1, HOST, saves=True, rewinds=True),
     "rewound, weights on the host": Case(1, (*WEIGHTS, *HOST), saves=True, rewinds=True),
 }

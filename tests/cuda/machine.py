@@ -30,7 +30,8 @@ class Machine:
     a new thread enters. strays: where threads used the device that had not set it; of several GPUs, they would have
     used the first. rounded: where operators round a number to 16 bits before they compute with it. early: memory that
     was freed before another stream than its own was surely done with it. The allocator hands it out again at once, in
-    the order of the stream on which it was allocated."""
+    the order of the stream on which it was allocated. linked: bytes of weights, gradients, states and activations
+    that were copied to the host and to the device, by whatever code."""
 
     clocks: Clocks = field(default_factory=Clocks)
     waits: list[str] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Machine:
     strays: list[str] = field(default_factory=list)
     rounded: list[str] = field(default_factory=list)
     early: Counter[str] = field(default_factory=Counter)
+    linked: list[int] = field(default_factory=lambda: [0, 0])
     streams: int = 0
     priorities: set[int] = field(default_factory=set)
     threads: int = 0

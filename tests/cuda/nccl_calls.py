@@ -17,13 +17,16 @@ from tests.cuda.machine import DEFAULT, Machine, Pool
 @dataclass
 class Call:
     """A call. what: its operation, size and dtype; equal on all ranks of a collective. agent, number: the act. before:
-    what happens before it. beside: number of acts that the host had launched on the default stream by then, and that
-    may run at the same time. registered: whether its communicator knows all memory that it uses."""
+    what happens before it. receives: whether it only writes. beside: number of acts that the host had launched on the
+    default stream by then, and that may run at the same time. registered: whether its communicator knows all memory
+    that it uses."""
 
     what: str
     agent: str
     number: int
     before: Knowledge
+    _: KW_ONLY
+    receives: bool
     beside: int
     registered: bool
 
@@ -177,7 +180,8 @@ class Nccl:
         before = machine.clocks.known(stream)
         beside = machine.clocks.known(DEFAULT).get(DEFAULT, 0) - before.get(DEFAULT, 0)
         registered = all(any(tensor in pool for pool in group.pools) for tensor in tensors)
-        group.calls.append(Call(f"{op} of {what}", stream, number, before, beside, registered))
+        made = Call(f"{op} of {what}", stream, number, before, receives=not reads, beside=beside, registered=registered)
+        group.calls.append(made)
         return Work(machine, group.calls[-1].before, tensors) if asynchronous else None
 
 

@@ -66,6 +66,9 @@ class Recorder(TorchDispatchMode):
         if to.is_cuda == values.is_cuda:
             return
         machine, host = self._machine, values if to.is_cuda else to
+        # Samples are integers, and the sums of a step, which it also reads, are in fp64. Files hold bytes.
+        if to.dim() and to.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+            machine.linked[to.is_cuda] += to.nbytes
         if not machine.is_pinned(host):
             machine.wait("a pageable copy", machine.clocks.known(machine.stream))
             machine.pageable.append(f"{machine.thread}: {machine.where()}")

@@ -1,6 +1,6 @@
 """Rehearses training steps of one rank of a run on the device that computes nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -58,8 +58,9 @@ class Rehearsed:
     main thread waited for the device. drained: there, where it waited for threads while the device idled. pageable:
     copies between the device and pageable memory. strays: threads that used the device and had not set it. rounded:
     numbers that operators round to 16 bits. applied: steps that changed the weights. groups: its communicators, with
-    their calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere. planned: the
-    same by the plan. priorities: of its streams."""
+    their calls. copied: bytes that a step copied to the host and to the device for what rests elsewhere, as the run
+    counts them. linked: the same as operators copied them; of cases that neither save nor check. planned: the same by
+    the plan. priorities: of its streams."""
 
     races: list[str]
     early: list[str]
@@ -71,6 +72,7 @@ class Rehearsed:
     applied: int
     groups: list[Group]
     copied: tuple[float, float]
+    linked: tuple[float, float]
     planned: tuple[int, int]
     priorities: set[int]
 
@@ -95,23 +97,23 @@ def rehearse(case: Case, rank: int, decisions: Decisions | None = None) -> Rehea
                     assert loop.evaluate(run)
                 if number == case.uncounted:
                     run.engine.finish_steps()
-                    before = _copied(run)
+                    before, begun = _copied(run), list(machine.linked)
                 machine.waits.clear()
                 machine.drained.clear()
                 # The first step of a run is logged, so finished; others go on under the passes of the next one.
                 loop.train_step(run, 1 + number)
             waits, drained, applied = list(machine.waits), list(machine.drained), run.progress.applied
             run.engine.finish_steps()
-            after, pageable = _copied(run), list(machine.pageable)
+            after, ended, pageable = _copied(run), list(machine.linked), list(machine.pageable)
             if case.rewinds:
                 rewind_states(run)
                 loop.train_step(run, run.progress.step)
                 run.engine.finish_steps()
-            down, up = ((now - then) / (STEPS - case.uncounted) for now, then in zip(after, before, strict=True))
-            planned = _planned(run.plan, rank)
+            counted, planned = STEPS - case.uncounted, _planned(run.plan, rank)
     return Rehearsed(
         races=list(machine.clocks.races), early=list(machine.early), waits=waits, drained=drained, pageable=pageable,
-        strays=machine.strays, rounded=machine.rounded, applied=applied, groups=calls.groups, copied=(down, up),
+        strays=machine.strays, rounded=machine.rounded, applied=applied, groups=calls.groups,
+        copied=_of_a_step(before, after, counted), linked=_of_a_step(begun, ended, counted),
         planned=planned, priorities=machine.priorities,
     )  # fmt: skip
 
@@ -132,6 +134,11 @@ class Rows:
     def without_repeats(self, count: int) -> list[SimpleNamespace]:
         """See `Samples`: all of them, once."""
         return [SimpleNamespace(samples=self, count=EVALUATED, share=1.0)]
+
+
+def _of_a_step(before: Sequence[int], after: Sequence[int], steps: int) -> tuple[float, float]:
+    """Return the mean of so many steps of two counts."""
+    return (after[0] - before[0]) / steps, (after[1] - before[1]) / steps
 
 
 def _copied(run: Run) -> tuple[int, int]:

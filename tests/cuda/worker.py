@@ -40,6 +40,7 @@ def found_in(case: Case) -> dict[str, Any]:
         "rounded": sorted({number for one in ranks for number in one.rounded}),
         "applied": min(one.applied for one in ranks),
         "copied": [one.copied for one in ranks],
+        "linked": [one.linked for one in ranks],
         "planned": [one.planned for one in ranks],
         "beside": min(_messages_beside(each) for each in groups),
         "unregistered": sorted(
@@ -63,9 +64,9 @@ def found_in(case: Case) -> dict[str, Any]:
 
 
 def _messages_beside(groups: Sequence[Group]) -> int:
-    """Return how many messages of a rank run beside computation that the host has launched before it posts them."""
+    """Return how many messages a rank receives beside computation that the host has launched before it posts them."""
     calls = [call for group in groups for call in group.calls]
-    return sum(call.beside > 0 for call in calls if call.what.startswith("message"))
+    return sum(call.receives and call.beside > 0 for call in calls if call.what.startswith("message"))
 
 
 def found_in_twin(name: str) -> dict[str, Any]:

@@ -123,8 +123,9 @@ class Series:
         """Return the last step in the metrics so far."""
         return last_step(self.folder)
 
-    def suffer(self, fault: str, further: int) -> None:
-        """Start the run, cause the fault some steps later, and check that the run ends as it should."""
+    def suffer(self, fault: str, further: int) -> bool:
+        """Start the run, cause the fault some steps later, and check that the run ends as it should. Return whether a
+        checkpoint was damaged."""
         goal, process = self.last_step + further, self.start()
         while self.last_step < goal:
             assert process.poll() is None, process.communicate()
@@ -149,8 +150,7 @@ class Series:
         else:
             assert (process.returncode, said) == (-signal.SIGKILL, [])
         (self.folder.parent / "ballast").unlink(missing_ok=True)
-        if fault in ("truncate", "flip"):
-            self._damage(fault)
+        return fault in ("truncate", "flip") and self._damage(fault)
 
     def _refuse_another(self) -> None:
         """Start the same run a second time, which must not disturb the first."""
@@ -172,11 +172,11 @@ class Series:
         else:
             process.kill()
 
-    def _damage(self, fault: str) -> None:
-        """Damage a file of the newest checkpoint, if it is not the only one."""
+    def _damage(self, fault: str) -> bool:
+        """Damage a file of the newest checkpoint, if it is not the only one; return whether."""
         found = sorted(path for path in (self.folder / "checkpoints").glob("step-*") if not path.suffix)
         if len(found) < 2:
-            return
+            return False
         path = self.chance.choice(sorted(found[-1].iterdir()))
         content = bytearray(path.read_bytes())
         place = self.chance.randrange(len(content))
@@ -185,6 +185,7 @@ class Series:
         else:
             content[place] ^= 1 << self.chance.randrange(8)
         path.write_bytes(bytes(content))
+        return True
 
 
 def fill(path: Path) -> None:
@@ -211,8 +212,9 @@ def outcome(folder: Path) -> tuple[dict[tuple[str, int], float], dict[str, bytes
     return curve, {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 
-def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> None:
-    """Cause faults at random moments of a run, let it finish, and compare it with an undisturbed run."""
+def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: int) -> int:
+    """Cause faults at random moments of a run, let it finish, and compare it with an undisturbed run. Return the number
+    of checkpoints that were damaged."""
     chance = random.Random(seed)
     steps = 30 * len(faults) + 30 + faults.count("two jobs") * LONG // int(LAYOUTS[layout][0])
     recipes = {}
@@ -220,17 +222,18 @@ def suffer_all(layout: str, faults: list[str], corpus: Path, disk: Path, seed: i
         recipes[name] = disk.parent / f"{name}.yaml"
         recipes[name].write_text(RECIPE.format(name=name, folder=corpus, runs=disk, steps=steps, timeout=TIMEOUT))
     Series(recipes["calm"], disk / "calm", LAYOUTS[layout], chance).finish()
-    series = Series(recipes["harmed"], disk / "harmed", LAYOUTS[layout], chance)
+    series, damaged = Series(recipes["harmed"], disk / "harmed", LAYOUTS[layout], chance), 0
     for number, fault in enumerate(faults):
         begun = time.monotonic()
-        series.suffer(fault, chance.randint(1, 40))
+        damaged += series.suffer(fault, chance.randint(1, 40))
         print(f"{layout} {number}: {fault}, at step {series.last_step}, {time.monotonic() - begun:.0f} s")
     series.finish()
     assert outcome(disk / "harmed") == outcome(disk / "calm")
+    return damaged
 
 
 def test_faults(corpus: Path, disk: Path) -> None:
-    suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0)
+    assert suffer_all("two-zero3", ["stop", "flip"], corpus, disk, seed=0) == 1
 
 
 def kills() -> Iterator[ParameterSet]:

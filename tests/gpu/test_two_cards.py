@@ -82,7 +82,11 @@ def expected(folder: Path) -> Curve:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "gpus"),
-    [pytest.param("stage 3", False, marks=NO_CARD), *(pytest.param(case, True, marks=CARDS) for case in CASES)],
+    [
+        # tests/e2e has the same on CPUs.
+        pytest.param("stage 3", False, marks=[NO_CARD, pytest.mark.soak]),
+        *(pytest.param(case, True, marks=CARDS) for case in CASES),
+    ],
 )
 def test_two_ranks_have_the_curve_of_one(case: str, gpus: bool, folder: Path, expected: Curve) -> None:
     found = trained(folder, f"{case} {gpus}".replace(" ", "-"), 2, gpus, *CASES[case])
@@ -103,15 +107,18 @@ def test_large_messages_do_not_hang_the_first_step(schedule: str, folder: Path) 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", LOST)
 @pytest.mark.parametrize(
-    ("case", "gpus"),
+    ("fault", "case", "gpus"),
     [
-        pytest.param("stage 3", False, marks=NO_CARD),
-        *(pytest.param(case, True, marks=CARDS) for case in ("stage 3", "1f1b", "message-driven")),
+        pytest.param("kill", "stage 3", False, marks=NO_CARD),
+        *(
+            pytest.param(fault, case, True, marks=CARDS)
+            for fault in LOST
+            for case in ("stage 3", "1f1b", "message-driven")
+        ),
     ],
 )
-def test_a_lost_rank_ends_the_run(case: str, gpus: bool, fault: str, folder: Path) -> None:
+def test_a_lost_rank_ends_the_run(fault: str, case: str, gpus: bool, folder: Path) -> None:
     """In one sentence, while the other rank waits for it."""
     name = f"{fault} {case} {gpus}".replace(" ", "-")
     words = [sys.executable, "-m", "llmtrain", "run", str(folder / "tiny.yaml"), f"name={name}", "--nproc", "2"]

@@ -1,8 +1,8 @@
 """The peak of a GPU's memory in a step, counted on tensors without values, and as planned. Prints both as JSON.
 
 test_step_peak.py runs this file in a separate process, because it makes torch believe in a GPU. Argument: a list of
-cases in JSON, each {preset, world, node, keys}: of ranks on nodes of so many, the first one takes its step without the
-others.
+cases in JSON, each {preset, world, node, keys}: of ranks on nodes of so many, the first one and the fullest one take
+their steps without the others.
 """
 
 import json
@@ -69,11 +69,11 @@ class Allocations(TorchDispatchMode):
         self._now -= nbytes
 
 
-def counted(plan: Plan) -> int:
-    """Return the peak of a run of some steps."""
+def counted(plan: Plan, rank: int) -> int:
+    """Return the peak of a rank in a run of some steps."""
     installed = mock.patch.object(modelled.triton_launch, "triton_installed", return_value=True)
-    with modelled.device(), alone(plan.grid.world, 0), installed, Allocations() as found:
-        ranks = Ranks(0, 0, plan.grid, torch.device("cuda", 0), Links(tiers=plan.tiers))
+    with modelled.device(), alone(plan.grid.world, rank), installed, Allocations() as found:
+        ranks = Ranks(rank, 0, plan.grid, torch.device("cuda", 0), Links(tiers=plan.tiers))
         parts = build(plan, ranks, lambda calls: None)
         shape = (plan.batch.sequences, plan.batch.sequence_length + 1)
         rows = torch.zeros(shape, dtype=torch.int64, device=ranks.device)
@@ -91,12 +91,15 @@ def plan_of(preset: str, world: int, node: int, keys: list[str]) -> Plan:
     return make_plan(recipe, named_facts(recipe, facts))
 
 
-def main(preset: str, world: int, node: int, keys: list[str]) -> dict[str, int]:
-    """Return both peaks of the first rank, in bytes."""
+def main(preset: str, world: int, node: int, keys: list[str]) -> list[tuple[int, int]]:
+    """Return the planned and the counted peak of the first rank, and of the first of the fullest ones, in bytes."""
     plan = plan_of(preset, world, node, keys)
-    row = memory_budget(plan).rows[0]
-    planned = sum(nbytes for name, nbytes in row.device.items() if name not in OTHERS)
-    return {"planned": planned, "counted": counted(plan)}
+    budget = memory_budget(plan)
+    found = list[tuple[int, int]]()
+    for rank, row in {one.role.rank: one for one in (budget.rows[0], budget.fullest)}.items():
+        planned = sum(nbytes for name, nbytes in row.device.items() if name not in OTHERS)
+        found.append((planned, counted(plan, rank)))
+    return found
 
 
 if __name__ == "__main__":

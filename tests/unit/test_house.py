@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
 )
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -73,11 +74,12 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", EVERYTHING, ids=name)
-def test_sizes(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= FILE_LINES
+def test_sizes() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in EVERYTHING}
+    assert [name(path) for path, text in texts.items() if len(text.splitlines()) > FILE_LINES] == []
     long = [
-        node.name
+        f"{name(path)}: {node.name}"
+        for path in EVERYTHING
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > FUNCTION_LINES
@@ -85,13 +87,12 @@ def test_sizes(path: Path) -> None:
     assert long == []
 
 
-@pytest.mark.parametrize("path", EVERYTHING, ids=name)
-def test_constructors(path: Path) -> None:
+def test_constructors() -> None:
     """A constructor that is written out takes at most six arguments. A record (a dataclass or a NamedTuple) takes at
     most six fields by place, inherited ones and those with a default included. It may have more fields by keyword
     (`kw_only`), so that each call names them."""
-    for node in classes_of(path):
-        assert len(arguments(path, node)) <= ARGUMENTS, node.name
+    classes = [(path, node) for path in EVERYTHING for node in classes_of(path)]
+    assert [f"{name(path)}: {node.name}" for path, node in classes if len(arguments(path, node)) > ARGUMENTS] == []
 
 
 @cache
@@ -193,10 +194,9 @@ def test_every_module_is_in_a_room() -> None:
     assert rooms == set(ROOMS)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down(module: str) -> None:
-    package, room, *_ = module.split(".")
-    for imported in neighbours(module):
+def test_imports_point_down() -> None:
+    for module, imported in [(one, other) for one in MODULES for other in neighbours(one)]:
+        package, room, *_ = module.split(".")
         if package != "llmtrain":
             assert imported.split(".")[0] == package, f"{module} imports {imported}"
         elif imported.startswith("llmtrain."):
@@ -208,16 +208,16 @@ WITH_RECIPE = ("recipe", "plan", "start", "cli")
 WITHOUT_RECIPE = tuple(room for room in ROOMS if room not in WITH_RECIPE)
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.split(".")[1] in WITHOUT_RECIPE])
-def test_what_runs_takes_the_plan(module: str) -> None:
-    assert [imported for imported in neighbours(module) if imported.startswith("llmtrain.recipe.")] == []
-    assert recipe_types(tree(MODULES[module])) == []
+def test_what_runs_takes_the_plan() -> None:
+    modules = [module for module in MODULES if module.split(".")[1] in WITHOUT_RECIPE]
+    assert modules
+    assert [one for one in modules if any(other.startswith("llmtrain.recipe.") for other in neighbours(one))] == []
+    assert [one for one in modules if recipe_types(tree(MODULES[one]))] == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_no_record_is_read(path: Path) -> None:
+def test_no_record_is_read() -> None:
     """A plan's record is a recipe, which files store: a decision is a field of the plan."""
-    assert records_read(tree(path)) == []
+    assert [(name(path), read) for path in SOURCES for read in records_read(tree(path))] == []
 
 
 def recipe_types(module: ast.Module) -> list[str]:
@@ -242,25 +242,23 @@ def test_a_read_record_is_found(line: str) -> None:
     assert records_read(ast.parse(line)) != []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_no_key_is_asserted(path: Path) -> None:
+def test_no_key_is_asserted() -> None:
     """A key that may be open is decided in the plan, or carried by a record that has it."""
-    asserted = [ast.unparse(node.test) for node in ast.walk(tree(path)) if isinstance(node, ast.Assert)]
-    assert [text for text in asserted if {"recipe", "cluster"} & set(re.findall(r"\w+", text))] == []
+    nodes = ((path, node) for path in SOURCES for node in ast.walk(tree(path)) if isinstance(node, ast.Assert))
+    asserted = [(name(path), ast.unparse(node.test)) for path, node in nodes]
+    assert [one for one in asserted if {"recipe", "cluster"} & set(re.findall(r"\w+", one[1]))] == []
 
 
 # Rooms that query the kind of device; other rooms use `llmtrain.comm.device`.
 ASK_FOR_DEVICES = ("llmtrain.comm.", "llmtrain.offload.", "llmtrain_kernels.")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith(ASK_FOR_DEVICES)])
-def test_no_device_checks(module: str) -> None:
-    names = [ast.unparse(node) for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Attribute)]
+def test_no_device_checks() -> None:
     ends = (".is_cuda", ".is_cpu", "device.type")
-    assert [name for name in names if name.endswith(ends) or name.startswith("torch.cuda")] == []
-    assert [
-        each for each in imported_modules(MODULES[module]) if each.startswith("torch.cuda") or each.endswith(".is_cpu")
-    ] == []
+    for module in (module for module in MODULES if not module.startswith(ASK_FOR_DEVICES)):
+        names = [ast.unparse(node) for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Attribute)]
+        names += imported_modules(MODULES[module])
+        assert [one for one in names if one.endswith(ends) or one.startswith("torch.cuda")] == [], module
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -300,19 +298,24 @@ def test_packages_are_only_folders() -> None:
     assert [path for folder in PACKAGES for path in (ROOT / folder).glob("*.py")] == []
 
 
-@pytest.mark.parametrize("path", EVERYTHING, ids=name)
-def test_nothing_runs_what_it_loads(path: Path) -> None:
+def test_nothing_runs_what_it_loads() -> None:
     """pickle, torch.load and yaml.load can execute what a file says."""
-    assert not {"pickle", "dill", "cloudpickle"} & {module.split(".")[0] for module in imported_modules(path)}
-    calls = {ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
-    assert not {"torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"} & calls
+    for path in EVERYTHING:
+        assert not {"pickle", "dill", "cloudpickle"} & packages_of(path), name(path)
+        calls = {ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)}
+        assert not {"torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"} & calls, name(path)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=name)
-def test_tests_import_each_other_as_tests(path: Path) -> None:
+def test_tests_import_each_other_as_tests() -> None:
     """mypy finds them by no other name, and would check no call of what it does not find."""
-    others = {other.stem for other in (ROOT / "tests").rglob("*.py")}
-    assert not others & {module.split(".")[0] for module in imported_modules(path)}
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    others = {other.stem for other in tests}
+    assert [name(path) for path in tests if others & packages_of(path)] == []
+
+
+def packages_of(path: Path) -> set[str]:
+    """Return the top-level packages that a file imports."""
+    return {module.split(".")[0] for module in imported_modules(path)}
 
 
 def in_a_new_process(program: str) -> str:

@@ -80,17 +80,17 @@ CASES: dict[tuple[str, str], dict[str, object]] = {
     },
 }
 # The others are soak tests: each takes seconds.
-FEW = {"stage 3, 2 nodes", "zero++", "tensor, sequence, stage 1", "zero bubble, stage 1", "weights on the host"}
+FEW = {"stage 3, 2 nodes", "zero++", "tensor, sequence, stage 1", "zero bubble, stage 1", "weights on the host", "1f1b"}
 SOON = {("gpt2-124m", name) for name in {*SETTINGS, *FEW}}
 SOON |= {("llama3.2-1b", "nothing recomputed"), ("pythia-160m", "groups recomputed")}
 # Ids of tokens, tables and statistics are not planned.
 SMALL = 2**20
-Peaks = Callable[[str, str], dict[str, int]]
+Peaks = Callable[[str, str], list[tuple[int, int]]]
 
 
 @pytest.fixture(scope="module")
 def peaks(request: pytest.FixtureRequest) -> Peaks:
-    """The planned and the counted bytes of each selected case."""
+    """The planned and the counted bytes of each selected case, of the first rank and of the fullest one."""
     if compiler() is None:
         pytest.skip("there is no C++ compiler to build the device that computes nothing")
     here = [item for item in request.session.items if item.path == Path(__file__) and isinstance(item, pytest.Function)]
@@ -110,5 +110,5 @@ def peaks(request: pytest.FixtureRequest) -> Peaks:
     ("preset", "name"), [pytest.param(*key, marks=() if key in SOON else pytest.mark.soak) for key in CASES]
 )
 def test_the_plan_holds(preset: str, name: str, peaks: Peaks) -> None:
-    planned, counted = peaks(preset, name)["planned"], peaks(preset, name)["counted"]
-    assert 0.95 * planned <= counted <= planned + SMALL
+    for planned, counted in peaks(preset, name):
+        assert 0.95 * planned <= counted <= planned + SMALL
