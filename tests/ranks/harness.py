@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import sha1
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,8 +38,8 @@ logging: {{every: 1, dir: {folder}/runs}}
 @dataclass(frozen=True)
 class Case:
     """A run. keys: how states are spread and travel. base: all other keys, which its reference shares. counted: whether
-    tensors that come into being are counted, which takes time. handed: whether collectives are counted. tensor,
-    pipeline: degrees of those axes."""
+    tensors that come into being are counted, which takes time. handed: whether collectives are counted. spiking:
+    whether the loss spikes on one batch of the data. tensor, pipeline: degrees of those axes."""
 
     world: int = 1
     keys: tuple[str, ...] = ()
@@ -48,6 +49,7 @@ class Case:
     accumulation: int = 1
     counted: bool = False
     handed: bool = False
+    spiking: bool = False
     tensor: int = 1
     pipeline: int = 1
 
@@ -78,6 +80,7 @@ class Case:
             "ranks_per_node": self.node or self.world,
             "counted": self.counted,
             "handed": self.handed,
+            "spiking": self.spiking,
         }
 
 
@@ -159,6 +162,11 @@ class Result:
         """Every loss, by kind and step."""
         return curve(self.folder)
 
+    @property
+    def norms(self) -> dict[int, float]:
+        """The norm of all gradients before clipping, by step."""
+        return {row["step"]: row["grad_norm"] for row in self.rows}
+
     def notes(self, name: str) -> list[Any]:
         """What each rank recorded of its engine after each step."""
         paths = sorted(self.folder.glob("rank-*.json"))
@@ -200,4 +208,7 @@ def resumed(case: Case, source: Result, step: int) -> Case:
 def worst_difference(ours: dict[Any, Any], theirs: dict[Any, Any]) -> tuple[float, Any]:
     """Return the largest relative difference of losses or of tensors' norms, and its place."""
     assert ours.keys() == theirs.keys()
-    return max((float(np.linalg.norm(ours[key] - value) / np.linalg.norm(value)), key) for key, value in theirs.items())
+    found = {key: float(np.linalg.norm(ours[key] - value) / np.linalg.norm(value)) for key, value in theirs.items()}
+    # `max` would pass over a number that is none.
+    assert all(map(isfinite, found.values())), found
+    return max((difference, key) for key, difference in found.items())

@@ -55,7 +55,7 @@ def test_quantized(case: Case, trained: Trained) -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        ("zero.stage=1", BF16),
+        pytest.param(("zero.stage=1", BF16), marks=pytest.mark.soak),
         pytest.param(("zero.stage=1", "precision.compute=fp16", "precision.loss_scale=1.0e+9"), marks=pytest.mark.soak),
         pytest.param(("zero.stage=0", RECOMPUTED), marks=pytest.mark.soak),
     ],
@@ -109,6 +109,7 @@ def test_bf16_sums_lose_nothing(trained: Trained) -> None:
     assert runs < narrow
 
 
+@pytest.mark.soak
 def test_weights_come_twice_and_gradients_leave_once(trained: Trained) -> None:
     """Whatever the number of microbatches: ZeRO-3 sends what it does without accumulation."""
     sent = {}

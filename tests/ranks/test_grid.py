@@ -97,6 +97,7 @@ COVERING = [
     SPLITS[3],
     # A stage has more blocks of sharded weights than a plain backward pass holds gathered at once.
     replace(grid(1, 2, 2, "zero.stage=3", schedule="zero-bubble"), base=("model.layers=10", "model.kv_heads=4")),
+    grid(2, 2, 2, "parallel.order=data-pipeline-tensor", "zero.stage=3", sequence=True, node=4),
 ]
 # Further ones, which are soak tests.
 FURTHER = [

@@ -20,16 +20,28 @@ from tests.ranks.strategies import (
     cases,
 )  # fmt: skip
 
+# Relative differences of losses from those of one process. INT4 gradients change them by 6e-3 at most. INT8 weights
+# change those of the harness's own model by 1e-3, of a GPT-2 of 8 layers by 9.7e-3.
+EXACT, QUANTIZED, INT8 = 1e-5, 0.01, 3e-3
+# AdamW hides gradients of a wrong size; their norms do not. Quantized runs go other ways after the first steps, in
+# which norms differ by 1% at most.
+FIRST, QUANTIZED_NORM = (1, 2), 0.03
 
-def check(trained: Trained, case: Case, quantized: bool, rtol: float = 1e-5) -> None:
+
+def check(trained: Trained, case: Case, quantized: bool) -> None:
     ours, theirs = trained(case), trained(case.reference)
     assert len(theirs.rows) == STEPS
     assert theirs.rows[-1]["loss"] < theirs.rows[0]["loss"] - 0.5
+    packs_gradients = {INT4, "zero.preset=zero++", "zero.preset=topo"}.intersection(case.keys)
+    limit = EXACT if not quantized else QUANTIZED if packs_gradients or case.base else INT8
     difference, where = worst_difference(ours.curve, theirs.curve)
-    assert difference < (0.01 if quantized else rtol), f"loss at {where} differs by {difference:.2e}"
+    assert difference < limit, f"loss at {where} differs by {difference:.2e}"
+    norms = [{step: result.norms[step] for step in FIRST if quantized} or result.norms for result in (ours, theirs)]
+    difference, where = worst_difference(*norms)
+    assert difference < (QUANTIZED_NORM if quantized else EXACT), f"the norm of step {where} differs: {difference:.2e}"
     if not quantized:
         difference, where = worst_difference(settled(ours), settled(theirs))
-        assert difference < rtol, f"{where} differs by {difference:.2e}"
+        assert difference < EXACT, f"{where} differs by {difference:.2e}"
 
 
 def settled(result: Result) -> dict[str, torch.Tensor]:
@@ -46,8 +58,11 @@ def test_strategies(case: Case, quantized: bool, trained: Trained) -> None:
 @pytest.mark.parametrize("case", soak_except(NARROW_SUMS[::2], NARROW_SUMS), ids=str)
 def test_sums_of_gradients_in_the_compute_dtype(case: Case, trained: Trained) -> None:
     """bf16 has 8 bits: sums of four microbatches change losses by 3e-4 or less, about as much as another number of
-    ranks does (2e-4)."""
+    ranks does (2e-4). From fp32 in one process, losses of bf16 differ by 7e-4."""
     ours, theirs = trained(case), trained(without(case, NARROW))
+    if INT4 not in case.keys:
+        difference, where = worst_difference(theirs.curve, trained(case.reference).curve)
+        assert difference < 2e-3, f"loss at {where} differs by {difference:.2e}"
     assert ours.rows[-1]["loss"] < ours.rows[0]["loss"] - 0.5
     difference, where = worst_difference(ours.curve, theirs.curve)
     assert 0 < difference < 1e-3, f"loss at {where} differs by {difference:.2e}"

@@ -35,6 +35,7 @@ from llmtrain.telemetry import about
 from llmtrain.training import loop as loop
 from llmtrain.training import run as run
 from llmtrain.training.build import build
+from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
 from llmtrain_kernels.adamw.step import AdamWStep
 from llmtrain_kernels.direct_io.queue import DirectQueue
@@ -48,6 +49,9 @@ from tests.ranks.high_water import HighWater
 Evaluated = tuple[list[list[int]], Handed, Handed]
 """An evaluation: the sequences of each microbatch of each part, and its calls."""
 
+FORWARD_BACKWARD = loop.forward_backward
+# The batch of the data on which the loss of some cases spikes.
+SPOILT = 14
 # Seconds for the other ranks to end after one has failed.
 GRACE = 20
 # Seconds that a job may take per case.
@@ -65,6 +69,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     subgroups.group_over = noting_groups(notes["groups"])
     transfers = Counter[str]()
     DirectQueue._start = noting_transfers(transfers)  # type: ignore[method-assign]
+    loop.forward_backward = spoiling() if case["spiking"] else FORWARD_BACKWARD
     loop.train_step = noting(notes, transfers)
     if case["counted"]:
         notes |= {"on_streams": [], "full": []}
@@ -77,6 +82,17 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     loop.train(plan, ranks.on_grid(plan.grid, plan.tiers), [])
     noted = notes | {"handed": calls, "handed_bytes": nbytes, "evaluated": evaluated, "high_water": high_water.noted()}
     (Path(plan.logging.dir) / plan.name / f"rank-{ranks.rank}.json").write_text(json.dumps(noted))
+
+
+def spoiling(passes: Callable[..., Passes] = FORWARD_BACKWARD) -> Callable[..., Passes]:
+    """Return passes that multiply the loss of one batch of the data."""
+
+    def spoilt(run: Run, step: int) -> Passes:
+        found = passes(run, step)
+        found.sums[0] *= 10 if step + run.progress.passed == SPOILT else 1
+        return found
+
+    return spoilt
 
 
 def noting(
