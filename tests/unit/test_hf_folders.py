@@ -8,8 +8,9 @@ import sentencepiece
 from llmtrain.checkpoint.convert import target
 from llmtrain.checkpoint.convert.convert import convert
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
-from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer, tokenizer_of
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.errors import BadInputError
+from llmtrain.inference.trained import open_model
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain_data.errors import DataError
 from llmtrain_data.tokenizer import begin_of_text_id, end_of_text_id, load_tokenizer, tokenizer_size
@@ -51,16 +52,18 @@ def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_a_tokenizer_is_none(tmp_path: Path) -> None:
-    """An imported model's folder has the generation_config.json that exports write."""
-    checkpoint = tmp_path / "run/checkpoints/step-00000000"
-    checkpoint.mkdir(parents=True)
-    copied = tmp_path / "run/tokenizer"
-    copied.mkdir()
-    (copied / "generation_config.json").write_text("{}")
-    assert tokenizer_of(checkpoint, {}) is None
-    (copied / "tokenizer.json").write_text("{}")
-    assert tokenizer_of(checkpoint, {}) == copied
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    """Its folder has a generation_config.json, which travels, and is no tokenizer."""
+    GPT2LMHeadModel(TINY).save_pretrained(tmp_path / "hf")
+    settings = '{"eos_token_id": 7}'
+    (tmp_path / "hf/generation_config.json").write_text(settings)
+    sentence = convert(tmp_path / "hf", tmp_path / "run", "fp32", "5GB", None).sentence
+    assert sentence.endswith(f"checkpoint.resume={tmp_path / 'run'}")
+    assert open_model(tmp_path / "run", print).tokenizer is None
+    convert(tmp_path / "run", tmp_path / "back", "fp32", "5GB", None)
+    assert (tmp_path / "back/generation_config.json").read_text() == settings
+    with pytest.raises(BadInputError, match="which holds no tokenizer"):
+        convert(tmp_path / "run", tmp_path / "other", "fp32", "5GB", tmp_path / "hf")
 
 
 def test_other_names_of_gpt2s_keys(tmp_path: Path) -> None:

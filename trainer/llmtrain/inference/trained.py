@@ -16,7 +16,7 @@ from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.attention.op import take_kernel
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from llmtrain.checkpoint.convert.tokenizer import tokenizer_of
+from llmtrain.checkpoint.convert.tokenizer import has_tokenizer, tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.load import load
 from llmtrain.checkpoint.manifest import MANIFEST, model_of, read_manifest
@@ -117,7 +117,7 @@ def _open(folder: Path, waiting: Waiting | None, dtype: str) -> TrainedModel:
         data=data,
         progress=manifest.progress,
         step=manifest.step,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if tokenizer is not None and has_tokenizer(tokenizer) else None,
         ranks=ranks,
     )
 

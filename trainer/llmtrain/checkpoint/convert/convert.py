@@ -7,7 +7,7 @@ from typing import Literal
 from llmtrain_data.waiting import loading
 
 from llmtrain.checkpoint.convert.target import refuse_existing
-from llmtrain.checkpoint.convert.tokenizer import TOKENIZER, tokenizer_files
+from llmtrain.checkpoint.convert.tokenizer import TOKENIZER, has_tokenizer
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
@@ -51,13 +51,13 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
             from llmtrain.checkpoint.convert.import_hf import import_hf
         import_hf(source, target)
         sentence = f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
-        if tokenizer_files(source) and not (target / "tokenizer" / TOKENIZER).is_file():
+        if has_tokenizer(source) and not (target / "tokenizer" / TOKENIZER).is_file():
             sentence += "; its tokenizer cannot be read, so `llmtrain generate` needs another one"
         return Converted("checkpoint", str(target), str(source), sentence)
     checkpoints = find_checkpoints(source)
     if not checkpoints:
         raise BadInputError(f"{source} holds neither a checkpoint nor a Hugging Face model ({CONFIG})")
-    if tokenizer is not None and not tokenizer_files(tokenizer):
+    if tokenizer is not None and not has_tokenizer(tokenizer):
         raise BadInputError(f"--tokenizer is {tokenizer}, which holds no tokenizer; expected a folder of a tokenizer")
     with loading("PyTorch"):
         from llmtrain.checkpoint.convert.export import export_hf

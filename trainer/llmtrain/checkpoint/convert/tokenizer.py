@@ -31,8 +31,13 @@ _FILES = (
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer in `folder`; empty if it holds none."""
+    """Return the files that `copy_tokenizer` takes from `folder`; empty if it holds none."""
     return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer's files. An imported model's may hold a generation_config.json alone."""
+    return any(path.name != GENERATION for path in tokenizer_files(folder))
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
@@ -52,14 +57,12 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def tokenizer_of(checkpoint: Path, recipe: Mapping[str, Any]) -> Path | None:
-    """Return the folder of a checkpoint's tokenizer: the copy in its run's folder, or else the recipe's; None without
-    a tokenizer."""
+    """Return the folder of a checkpoint's tokenizer: the copy in its run's folder, or else the recipe's."""
     candidates = [checkpoint.resolve().parent.parent / "tokenizer"]
     data = recipe.get("data")
     if isinstance(data, dict) and isinstance(data.get("tokenizer"), str):
         candidates.append(Path(data["tokenizer"]))
-    # An imported model's copy may hold nothing but a generation_config.json.
-    return next((folder for folder in candidates if {one.name for one in tokenizer_files(folder)} - {GENERATION}), None)
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
 def special_tokens(folder: Path | None) -> dict[str, int | None]:
