@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.cuda.clocks import Clocks, Extent, Knowledge
 
-# Seconds after which a wait for another thread is a deadlock.
+# Seconds in which no thread begins to run, after which the main thread's wait is a deadlock.
 PATIENCE = 60
 MAIN = "the main thread"
 DEFAULT = "the default stream"
@@ -48,6 +48,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.turn = threading.Condition(threading.Lock())
+        # How often a thread began to run, or went on.
+        self._turns = 0
         self._pinned: set[int] = set()
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._homes: dict[int, str] = {}
@@ -187,6 +189,7 @@ class Machine:
         while not reached():
             self._pause()
         self._waiting.remove(waiting)
+        self._turns += 1
 
     def let_others(self) -> None:
         """Let other threads run until all of them wait, if the main thread calls this."""
@@ -195,7 +198,9 @@ class Machine:
             self._pause()
 
     def _pause(self) -> None:
-        if not self.turn.wait(PATIENCE):
+        # A thread that runs may take longer: an fsync on a busy disk does. The main thread's wait ends the others'.
+        before, patience = self._turns, PATIENCE if self.thread == MAIN else None
+        if not self.turn.wait(patience) and self._turns == before:
             raise RuntimeError("no thread can go on")
 
     def start(self, target: Callable[[], object], name: str) -> Callable[[], None]:
@@ -206,6 +211,7 @@ class Machine:
 
         def run() -> None:
             with self.turn, ExitStack() as entered:
+                self._turns += 1
                 self._threads[threading.get_ident()] = agent
                 for mode in self.modes:
                     entered.enter_context(mode)

@@ -26,10 +26,9 @@ from llmtrain.sharding.gradients import GradientReducer
 from llmtrain.sharding.replica_groups import ReplicaGroups
 from llmtrain.sharding.weight_updates import WeightUpdates
 from llmtrain.sharding.weights import GatheredWeights
-from llmtrain.training import evaluate, loop, replica_check
+from llmtrain.training import evaluate, loop, replica_check, rewind
 from llmtrain_kernels.cross_entropy import op
 
-from tests.cuda import rehearsal
 from tests.cuda.cases import CASES, INT4, TIED, Case
 from tests.cuda.machine import Event, Stream
 from tests.cuda.nccl_calls import Work
@@ -136,7 +135,7 @@ DEAF: dict[tuple[Any, str], tuple[str, ...]] = {
         "dropout, recomputed, 1f1b",
     ),
     (loop, "evaluate"): ("checked, stage 3", "checked, zero++", "checked, 1f1b, tied"),
-    (rehearsal, "rewind_states"): ("rewound, optimizer on the host", "rewound, weights on the host"),
+    (rewind, "rewind_states"): ("rewound, optimizer on the host", "rewound, weights on the host"),
 }  # fmt: skip
 RACES = {
     **{
