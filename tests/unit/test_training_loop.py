@@ -307,6 +307,11 @@ def test_run_starts_from_hugging_face_weights(train: Train, folder: Path) -> Non
         logits = theirs(batch[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     assert first == pytest.approx(float(expected), rel=1e-5)
+    # It resumes from its own checkpoints, also without that folder.
+    (folder / "hf").rename(folder / "gone")
+    assert len(train("train.steps=7")) == 7
+    with pytest.raises(BadInputError, match=r"model\.hf is .*/hf, which is not a folder"):
+        train("name=new")
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:

@@ -88,9 +88,9 @@ def _check_one_origin(recipe: Recipe) -> None:
 def check_folders(recipe: Recipe, others: Sequence[Path] = ()) -> None:
     """Check that the folders and files that a recipe names exist. others: folders that its paths may be relative to
     instead, for the advice in errors. Raises BadInputError."""
-    _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
     _expect_folder("data.tokenizer", recipe.data.tokenizer, "one that `llmtrain data tokenizer` made", others)
     if not has_begun(recipe):
+        _expect_folder("model.hf", recipe.model.hf, "a Hugging Face model, downloaded", others)
         if recipe.checkpoint.resume not in ("auto", "never"):
             expected = "that of a run or a checkpoint, or auto or never"
             _expect_folder("checkpoint.resume", recipe.checkpoint.resume, expected)

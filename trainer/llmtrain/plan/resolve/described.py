@@ -6,12 +6,12 @@ from pathlib import Path
 
 from llmtrain_data.tokenizer import tokenizer_size
 
-from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16, is_amd
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.check import check_given, has_begun
 from llmtrain.plan.resolve.cluster_source import ranks_of
+from llmtrain.plan.resolve.hf_shape import hf_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe
 
@@ -27,7 +27,7 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
     topology = ranks_of(recipe, ranks)
     cluster = topology.cluster
     accelerator = None if cluster is None else cluster.accelerator
-    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    tokenizer = recipe.data.tokenizer
     return recipe, Facts(
         world=topology.grid.world,
         # The plan is for the described accelerator, whatever this machine has.
@@ -37,7 +37,7 @@ def described_run(name_or_path: str, overrides: Sequence[str], ranks: int | None
         apex=True,
         cluster=cluster,
         tokenizer=tokenizer_size(tokenizer) if tokenizer is not None and Path(tokenizer).is_dir() else None,
-        hf=None if folder is None else read_hf_config(Path(folder)),
+        hf=hf_shape(recipe),
         bf16=computes_bf16(accelerator),
         amd=accelerator is not None and is_amd(accelerator.name or ""),
     )

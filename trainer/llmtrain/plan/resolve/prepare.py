@@ -12,10 +12,10 @@ from llmtrain_data.tokenizer import tokenizer_identity, tokenizer_size
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
-from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.check import check, check_folders, check_given
+from llmtrain.plan.resolve.hf_shape import hf_shape
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.schema import Recipe
 from llmtrain.yaml.shipped import find_recipe
@@ -51,11 +51,11 @@ def check_recipe(recipe: Recipe, others: Sequence[Path] = ()) -> None:
 def named_facts(recipe: Recipe, facts: Facts) -> Facts:
     """Return facts with what a recipe names: the tokenizer's size, the Hugging Face model's shape, and the cluster, or
     the run's machine where the recipe leaves that open. Raises BadInputError."""
-    tokenizer, folder = recipe.data.tokenizer, recipe.model.hf
+    tokenizer = recipe.data.tokenizer
     return replace(
         facts,
         tokenizer=None if tokenizer is None else _tokenizer_size(tokenizer),
-        hf=None if folder is None else read_hf_config(Path(folder)),
+        hf=hf_shape(recipe),
         cluster=given_cluster(recipe.cluster) or _machine(facts),
     )
 
