@@ -21,9 +21,9 @@ def test_ranks_that_start_again_see_nothing_of_earlier_ones() -> None:
     store = dist.HashStore()
     for order in ([0, 1, 2], [2, 1, 0]):
         first, *others = start(store, order, 3)
-        assert not first.check(["verdict"])
-        first.set("verdict", "over")
-        assert [other.get("verdict") for other in others] == [b"over", b"over"]
+        assert not first.check(["reason"])
+        first.set("reason", "over")
+        assert [other.get("reason") for other in others] == [b"over", b"over"]
 
 
 def test_what_a_rank_left_that_met_nobody_is_no_rank() -> None:

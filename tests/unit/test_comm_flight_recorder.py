@@ -47,7 +47,7 @@ queued = recorder([entry(1, "completed"), entry(2, "scheduled")], moving), recor
 # The host of rank 1 is the last that began something.
 activities = [Activity(rank) for rank in (0, 1)]
 watchdogs = [Watchdog(activities[rank], store, 2, 2.0, True, queued[rank]) for rank in (1, 0)]
-# The sentence is printed before it is told: the other rank ends this process as soon as it reads the verdict.
+# The sentence is printed before it is told: the other rank ends this process as soon as it reads the reason.
 watchdogs[1].on_failure = lambda sentence: time.sleep(9)
 time.sleep(0.1)
 activities[1].record("computing", 3)
@@ -172,7 +172,7 @@ def test_ranks_that_do_not_connect_blame_none_of_them() -> None:
     hanging = (
         HANGING.replace("MOVING", "0").replace('"computing", 3', "CONNECTING").replace('"all_reduce", 3', "CONNECTING")
     )
-    hanging = hanging.replace("import Watchdog", "import CONNECTING, Watchdog")
+    hanging = hanging.replace("import json", "from llmtrain.comm.standstill import CONNECTING\nimport json")
     ended = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True)
     assert ended.returncode == 1
     assert re.search(r"the ranks have not connected for [\d.]+ s; NCCL_DEBUG=INFO shows where NCCL", ended.stderr)

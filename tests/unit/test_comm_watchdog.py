@@ -1,4 +1,4 @@
-"""What the watchdog concludes from beats, whatever the clocks of machines show."""
+"""What the watchdog concludes from heartbeats, whatever the clocks of machines show."""
 
 import json
 import sys
@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 from llmtrain.comm import watchdog
 from llmtrain.comm.activity import Activity
-from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Verdict
-from llmtrain.comm.watchdog import LOST_ROUNDS, Beat, ProcessId, RankState, Watchdog
+from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, EndReason
+from llmtrain.comm.heartbeat import Heartbeat, ProcessId, RankState
+from llmtrain.comm.watchdog import LOST_ROUNDS, Watchdog
 
 ROUND = 5.0
 STOPPED = 1000.0
@@ -23,17 +24,17 @@ class Pair:
     """Rank 0, which watches rank 1. ahead: by how many seconds the clock of rank 1 is ahead."""
 
     def __init__(self, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.ahead, self.verdicts, self.gone = 0.0, ahead, list[str](), list[int]()
+        self.now, self.ahead, self.reasons, self.gone = 0.0, ahead, list[str](), list[int]()
         monkeypatch.setattr(watchdog, "time", SimpleNamespace(time=lambda: self.now, sleep=time.sleep))
-        monkeypatch.setattr(Watchdog, "_condemn", lambda _, sentence, gone: self._condemn(sentence, gone))
+        monkeypatch.setattr(Watchdog, "_end_run", lambda _, sentence, gone: self._end_run(sentence, gone))
         self._activity, self._store = Activity(0), dist.HashStore()
         self._watchdog = Watchdog(self._activity, self._store, 2, 600.0, noted=True)
         # Rounds are begun here instead of by its thread.
         self._watchdog.end()
         self._rounds = 0
 
-    def _condemn(self, sentence: str, gone: list[int]) -> None:
-        self.verdicts.append(sentence)
+    def _end_run(self, sentence: str, gone: list[int]) -> None:
+        self.reasons.append(sentence)
         self.gone += gone
 
     def round(self, moved: Callable[[int, float], float], waiting: int | None = None) -> None:
@@ -44,12 +45,12 @@ class Pair:
         # Rounds of two ranks do not last exactly as long.
         sent = self.now - self._rounds * 0.3 % ROUND
         state = RankState(step=3, doing="computing", moved=moved(1, sent) + self.ahead, waiting=waiting == 1)
-        beat = Beat(ProcessId("b", 1, 0.0), self._rounds, state, sent + self.ahead)
-        self._store.set("beat/1", json.dumps(asdict(beat)))
+        heartbeat = Heartbeat(ProcessId("b", 1, 0.0), self._rounds, state, sent + self.ahead)
+        self._store.set("heartbeat/1", json.dumps(asdict(heartbeat)))
         self._activity.moved, self._activity.waiting = moved(0, self.now), waiting == 0
-        self._watchdog._write_beat()
-        self._watchdog._hear()
-        self._watchdog._judge()
+        self._watchdog._write_heartbeat()
+        self._watchdog._read_heartbeats()
+        self._watchdog._check_ranks()
 
 
 class Gone(dist.HashStore):
@@ -64,13 +65,13 @@ def test_without_a_store_what_nccl_reports_still_counts(failed: bool, monkeypatc
     """The host waits for its GPU then, and learns of nothing."""
     rounds, recorder = list[int](), SimpleNamespace(has_failed=lambda: failed, numbers=dict, groups=dict)
     over = SimpleNamespace(wait=lambda seconds: rounds.append(1) or len(rounds) > 50)
-    monkeypatch.setattr(Watchdog, "_write_beat", lambda self: None)
+    monkeypatch.setattr(Watchdog, "_write_heartbeat", lambda self: None)
     watching = Watchdog(Activity(1), Gone(), 2, 600.0, noted=True, recorder=recorder)  # type: ignore[arg-type]
     watching.end()
     monkeypatch.setattr(watching, "_over", over)
     monkeypatch.setattr(Watchdog, "_say", lambda self, sentence: None)
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: rounds.extend([0] * 1000))
-    watching._guard()
+    watching._watch_store()
     assert rounds.index(0) == LOST_ROUNDS if failed else 0 not in rounds
 
 
@@ -81,7 +82,7 @@ def test_a_rank_that_moves_is_seen_to(still: int, ahead: float, monkeypatch: pyt
     pair = Pair(ahead, monkeypatch)
     for _ in range(360):
         pair.round(lambda rank, at: min(at, 10.0) if rank == still else at)
-    assert pair.verdicts == []
+    assert pair.reasons == []
 
 
 @pytest.mark.parametrize(
@@ -95,12 +96,12 @@ def test_the_rank_that_stopped_first_is_named(
 ) -> None:
     """later: the seconds after which the other one waits for it. Before, the clock of rank 1 was set."""
     pair = Pair(-7000.0, monkeypatch)
-    while not pair.verdicts:
+    while not pair.reasons:
         pair.ahead = ahead if pair.now > STOPPED / 2 else pair.ahead
         pair.round(lambda rank, at: min(at, STOPPED if rank == first else STOPPED + later))
-    assert f"the others wait for rank {first} on" in pair.verdicts[0]
+    assert f"the others wait for rank {first} on" in pair.reasons[0]
     assert pair.gone == [first]
-    # 118 rounds, and two until both beats are there.
+    # 118 rounds, and two until both heartbeats are there.
     assert STOPPED + 590 <= pair.now <= STOPPED + 600
 
 
@@ -108,9 +109,9 @@ def test_the_rank_that_stopped_first_is_named(
 def test_a_rank_that_waits_is_not_named(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it has begun nothing for longer than the one that it waits for."""
     pair = Pair(0.0, monkeypatch)
-    while not pair.verdicts:
+    while not pair.reasons:
         pair.round(lambda rank, at: min(at, STOPPED if rank == waiting else STOPPED + 2.0), waiting)
-    assert f"the others wait for rank {1 - waiting} on" in pair.verdicts[0]
+    assert f"the others wait for rank {1 - waiting} on" in pair.reasons[0]
 
 
 @pytest.mark.parametrize(("gone", "suspect"), [([0], 0), ([], None)])
@@ -124,8 +125,8 @@ def test_the_rank_at_fault_is_left_for_the_launcher(
     watching = Watchdog(Activity(0), dist.HashStore(), 2, 0.1, noted=False)
     watching.end()
     with pytest.raises(SystemExit):
-        watching._condemn("nothing has moved", gone)
-    assert notes.verdict == Verdict("nothing has moved", suspect)
+        watching._end_run("nothing has moved", gone)
+    assert notes.reason == EndReason("nothing has moved", suspect)
     notes.close()
 
 
@@ -142,7 +143,7 @@ def test_a_rank_that_holds_the_store_ends_after_the_others_have_read_its_word(
     monkeypatch.setattr(watchdog.atexit, "register", lambda sleep, seconds: held.append(seconds))
     watching.leave_word()
     assert sum(held) == waits * watchdog.LONGEST_ROUND
-    assert store.check([watchdog.VERDICT])
+    assert store.check([watchdog.REASON])
     watching.end()
 
 

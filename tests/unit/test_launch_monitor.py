@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNote, CrashNotes, Ending, Last, Verdict, leave_verdict
+from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNote, CrashNotes, Ending, EndReason, Last, write_reason
 from llmtrain.errors import RunFailedError
 from llmtrain.launch import local
 from llmtrain.launch.local import Restarts
@@ -74,18 +74,18 @@ def test_what_the_same_command_does(newest: int | None, said: str) -> None:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A launcher on two GPUs whose rank 1 is ended by a signal each time. signal: its number. kills: processes that the
-    kernel has killed, and those that it kills in each attempt. verdict: left by a rank in each attempt, if any. ranks:
+    kernel has killed, and those that it kills in each attempt. reason: left by a rank in each attempt, if any. ranks:
     of each attempt. gpus: seen by each attempt."""
     state: dict[str, Any] = {"signal": signal.SIGKILL, "kills": 3, "more": 1, "ranks": [], "gpus": []}
-    state["verdict"] = None
+    state["reason"] = None
 
     def elastic_launch(config: Any, executable: str) -> Callable[..., None]:
         def run(*arguments: str) -> None:
             state["ranks"].append(config.nproc_per_node)
             state["gpus"].append(os.environ.get("CUDA_VISIBLE_DEVICES"))
             state["kills"] += state["more"]
-            if state["verdict"] is not None:
-                leave_verdict(os.environ[CRASH_NOTES], state["verdict"])
+            if state["reason"] is not None:
+                write_reason(os.environ[CRASH_NOTES], state["reason"])
             failure = ProcessFailure(local_rank=1, pid=2**22, exitcode=-state["signal"], error_file="<N/A>")
             raise ChildFailedError("llmtrain", {1: failure})
 
@@ -130,21 +130,21 @@ def test_a_kill_as_memory_ran_out_is_called_one(
 def test_a_run_whose_ranks_were_all_killed_by_the_monitor_is_told(
     launcher: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor = SimpleNamespace(died=[2**21], killed={2**22}, verdict=Verdict(), close=lambda: None)
+    monitor = SimpleNamespace(died=[2**21], killed={2**22}, reason=EndReason(), close=lambda: None)
     monkeypatch.setattr(local, "Monitor", lambda ranks, notes: monitor)
     with pytest.raises(RunFailedError, match="rank 1 was killed by SIGKILL on "):
         local.launch(2, [])
 
 
-@pytest.mark.parametrize(("ending", "suspect"), [(Ending.OUT_OF_MEMORY, None), (Ending.CRASHED, 1)])
-def test_a_gpu_whose_memory_ran_out_is_not_at_fault(ending: Ending, suspect: int | None) -> None:
+@pytest.mark.parametrize(("ending", "failed_rank"), [(Ending.OUT_OF_MEMORY, None), (Ending.CRASHED, 1)])
+def test_a_gpu_whose_memory_ran_out_is_not_at_fault(ending: Ending, failed_rank: int | None) -> None:
     notes = CrashNotes(2)
     CrashNote(notes.path, 1).write(Last(3, "step", ending))
     failure = ProcessFailure(local_rank=1, pid=2**22, exitcode=1, error_file="<N/A>")
-    monitor: Any = SimpleNamespace(died=set(), verdict=Verdict())
+    monitor: Any = SimpleNamespace(died=set(), reason=EndReason())
     found = local._ending([failure], failure, notes, monitor, False)
     notes.close()
-    assert (found.rank, found.suspect) == (1, suspect)
+    assert (found.rank, found.failed_rank) == (1, failed_rank)
 
 
 def test_a_kill_as_memory_ran_out_hides_no_gpu(launcher: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,13 +158,13 @@ def test_a_kill_as_memory_ran_out_hides_no_gpu(launcher: dict[str, Any], capsys:
 
 
 @pytest.mark.parametrize(
-    ("suspect", "ranks", "gpus"), [(0, [2, 2, 1], [None, None, "1"]), (None, [2, 2, 2], [None] * 3)]
+    ("failed_rank", "ranks", "gpus"), [(0, [2, 2, 1], [None, None, "1"]), (None, [2, 2, 2], [None] * 3)]
 )
 def test_the_gpu_of_the_rank_that_hangs_is_hidden(
-    suspect: int | None, ranks: list[int], gpus: list[str | None], launcher: dict[str, Any]
+    failed_rank: int | None, ranks: list[int], gpus: list[str | None], launcher: dict[str, Any]
 ) -> None:
-    """Not of the one that ends first after the verdict; none where the verdict names no rank."""
-    launcher |= {"verdict": Verdict("nothing has moved", suspect)}
+    """Not of the one that ends first after the reason; none where the reason names no rank."""
+    launcher |= {"reason": EndReason("nothing has moved", failed_rank)}
     with pytest.raises(RunFailedError, match=r"^nothing has moved, so the run stopped"):
         local.launch(2, [], Restarts(2, lambda: None, lambda ranks: ranks - 1))
     assert (launcher["ranks"], launcher["gpus"]) == (ranks, gpus)

@@ -1,5 +1,5 @@
 """The keys of one start of a run's ranks. torchrun keeps one store while it restarts ranks (`--max-restarts`): the keys
-of earlier ranks are still in it, their verdict and addresses among them."""
+of earlier ranks are still in it, the reason of their end and addresses among them."""
 
 import time
 from datetime import timedelta

@@ -37,11 +37,11 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why the run ends, empty if nobody has said. suspect: the rank that is named as the cause, None if none is."""
+class EndReason:
+    """Why the run ends, empty if nobody has said. rank: the one that is named as the cause, None if none is."""
 
     sentence: str = ""
-    suspect: int | None = None
+    rank: int | None = None
 
 
 class CrashNote:
@@ -53,7 +53,7 @@ class CrashNote:
         if path is not None:
             with suppress(OSError), open(path, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), _PAGE, offset=(rank + 1) * _PAGE)
-                self._verdict = mmap.mmap(file.fileno(), _PAGE, access=mmap.ACCESS_READ)
+                self._reason = mmap.mmap(file.fileno(), _PAGE, access=mmap.ACCESS_READ)
 
     def write(self, last: Last) -> None:
         """Replace the note."""
@@ -64,7 +64,7 @@ class CrashNote:
     @property
     def over(self) -> bool:
         """Whether a rank has left a reason for the run's end."""
-        return self._page is not None and self._verdict[0] != 0
+        return self._page is not None and self._reason[0] != 0
 
 
 class CrashNotes:
@@ -86,12 +86,12 @@ class CrashNotes:
         return Last() if self.path is None else read_note(self.path, rank)
 
     @property
-    def verdict(self) -> Verdict:
+    def reason(self) -> EndReason:
         """The reason that a rank left."""
         if self.path is None:
-            return Verdict()
-        suspect, _, sentence = _read(self.path, 0).partition("\n")
-        return Verdict(sentence, int(suspect) if suspect else None)
+            return EndReason()
+        rank, _, sentence = _read(self.path, 0).partition("\n")
+        return EndReason(sentence, int(rank) if rank else None)
 
     def close(self) -> None:
         """Free the notes."""
@@ -108,11 +108,11 @@ def read_note(path: str, rank: int) -> Last:
         return Last()
 
 
-def leave_verdict(path: str, verdict: Verdict) -> None:
+def write_reason(path: str, reason: EndReason) -> None:
     """Leave the reason for the run's end for the launcher."""
-    suspect = "" if verdict.suspect is None else verdict.suspect
+    rank = "" if reason.rank is None else reason.rank
     with open(path, "r+b") as file:
-        file.write(f"{suspect}\n{verdict.sentence}".encode()[: _PAGE - 1] + b"\0")
+        file.write(f"{rank}\n{reason.sentence}".encode()[: _PAGE - 1] + b"\0")
 
 
 def _read(path: str, page: int) -> str:

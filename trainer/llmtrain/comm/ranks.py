@@ -27,7 +27,8 @@ from llmtrain.comm.flight_recorder import recorder_of
 from llmtrain.comm.groups import ALWAYS, connect_apart, gloo_over, group_options
 from llmtrain.comm.nccl_failure import nccl_failure
 from llmtrain.comm.registered_memory import RegisteredMemory
-from llmtrain.comm.watchdog import CONNECTING, Watchdog
+from llmtrain.comm.standstill import CONNECTING
+from llmtrain.comm.watchdog import Watchdog
 from llmtrain.errors import RunFailedError
 from llmtrain.plan.collective_buffers import CollectiveBuffers
 

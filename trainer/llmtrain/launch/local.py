@@ -58,13 +58,13 @@ class Restarts:
 @dataclass(frozen=True)
 class _End:
     """How an attempt ended. rank: the lost rank, None if a restart cannot help. why: the reason as text, empty if a
-    rank has reported it. code: the exit code of this process. suspect: the rank whose GPU may be at fault, None if
+    rank has reported it. code: the exit code of this process. failed_rank: the rank whose GPU may be at fault, None if
     nothing says which."""
 
     rank: int | None
     why: str = ""
     code: int = EXIT_FAILED
-    suspect: int | None = None
+    failed_rank: int | None = None
 
     def error(self, restarts: Restarts) -> BaseException:
         """Return the exception that ends this process."""
@@ -143,10 +143,10 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
             at_once = signals.interrupts > 1 and end.code != EXIT_PREEMPTED
             raise KeyboardInterrupt if at_once or end.code == EXIT_INTERRUPTED else end.error(restarts)
         tried += 1
-        if end.suspect is not None and end.suspect == lost and (fewer := restarts.fewer(ranks)) < ranks:
-            _leave_out(end.suspect)
+        if end.failed_rank is not None and end.failed_rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
+            _leave_out(end.failed_rank)
             ranks = fewer
-        lost = end.suspect
+        lost = end.failed_rank
         again = "from the start" if newest is None else f"from step {newest}"
         why = end.why or f"rank {end.rank} ended with exit code {end.code}"
         say(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", err=True)
@@ -216,17 +216,17 @@ def _ending(
     """Return how the run ended. A rank that ended by itself has reported why; a killed rank could not. ran_out: whether
     the kernel has killed a process because memory ran out."""
     rank, last = first.local_rank, notes.last(first.local_rank)
-    # After a rank has died, the other ranks' verdicts only describe its death.
-    verdict = monitor.verdict if monitor.died else notes.verdict
-    if verdict.sentence:
-        # The rank that ended first may be one that waited for the suspect.
-        return _End(rank, verdict.sentence, suspect=verdict.suspect)
+    # After a rank has died, the other ranks' reasons only describe its death.
+    reason = monitor.reason if monitor.died else notes.reason
+    if reason.sentence:
+        # The rank that ended first may be one that waited for the failed rank.
+        return _End(rank, reason.sentence, failed_rank=reason.rank)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         why = f"rank {rank} was killed by {name} on {socket.gethostname()} {last}"
         if ran_out and first.exitcode == -signal.SIGKILL:
             return _End(rank, f"{why}, as memory ran out ({_advice()})")
-        return _End(rank, why, suspect=rank)
+        return _End(rank, why, failed_rank=rank)
     # The agent sends the other ranks SIGTERM immediately and SIGKILL after GRACE.
     together = [failure for failure in failures if failure.timestamp < first.timestamp + GRACE]
     endings = {failure.local_rank: notes.last(failure.local_rank).ending for failure in together}
@@ -235,11 +235,11 @@ def _ending(
             return _End(None, code=failure.exitcode)
     for failure in together:
         if (ending := endings[failure.local_rank]) in (Ending.CRASHED, Ending.OUT_OF_MEMORY):
-            suspect = None if ending == Ending.OUT_OF_MEMORY else failure.local_rank
-            return _End(failure.local_rank, code=failure.exitcode, suspect=suspect)
+            failed_rank = None if ending == Ending.OUT_OF_MEMORY else failure.local_rank
+            return _End(failure.local_rank, code=failure.exitcode, failed_rank=failed_rank)
     if Ending.LOST in endings.values():
         return _End(rank, f"the ranks lost contact with each other {last}")
-    return _End(rank, code=first.exitcode, suspect=rank)
+    return _End(rank, code=first.exitcode, failed_rank=rank)
 
 
 def _advice() -> str:

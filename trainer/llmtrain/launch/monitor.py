@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from llmtrain.comm.crash_notes import CrashNotes, Ending, Verdict, leave_verdict
+from llmtrain.comm.crash_notes import CrashNotes, Ending, EndReason, write_reason
 
 # Seconds between polls of the processes.
 _POLL = 0.05
@@ -19,13 +19,13 @@ class Monitor:
     """Kills the ranks that remain after a rank died without a report: they may wait for it forever, and torch's agent
     would wait half a minute.
 
-    died: pids of the ranks that died first. verdict: the reason that the ranks had found by then. killed: pids of the
+    died: pids of the ranks that died first. reason: the reason that the ranks had found by then. killed: pids of the
     ranks that this monitor killed.
     """
 
     def __init__(self, ranks: int, notes: CrashNotes) -> None:
         self.died: list[int] = []
-        self.verdict = Verdict()
+        self.reason = EndReason()
         self.killed: set[int] = set()
         self._ranks, self._notes = ranks, notes
         # As process 1 of a container, the launcher adopts what the ranks of an earlier attempt have started.
@@ -56,10 +56,10 @@ class Monitor:
             self.died = [processes[rank].pid for rank in gone if self._notes.last(rank).ending == Ending.NONE] + unseen
         if not self.died:
             return
-        self.verdict = self._notes.verdict
-        if not self.verdict.sentence and self._notes.path is not None:
-            # Ranks that wait in a save check for a verdict.
-            leave_verdict(self._notes.path, Verdict("a rank died"))
+        self.reason = self._notes.reason
+        if not self.reason.sentence and self._notes.path is not None:
+            # Ranks that wait in a save check for a reason.
+            write_reason(self._notes.path, EndReason("a rank died"))
         if self._over.wait(PATIENCE):
             return
         for process in (processes | _by_rank(self._children())).values():

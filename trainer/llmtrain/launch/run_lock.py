@@ -68,7 +68,7 @@ class _LeaseWatch:
         self._left = self._limit = self.attempts = 0
         self.why = ""
 
-    def judge(self, state: _State, unlocked: bool | None) -> bool | None:
+    def is_free(self, state: _State, unlocked: bool | None) -> bool | None:
         """Return whether the folder is free, None if more looks are needed. unlocked: whether the kernel granted the
         lock, None if the file system has no locks."""
         if unlocked is False:
@@ -118,7 +118,7 @@ class RunLock:
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
             unlocked, state = _lock(file), _look(file)
-            free = watch.judge(state, unlocked)
+            free = watch.is_free(state, unlocked)
             if free and self._claim(file, state, watch.attempts):
                 return None
             os.close(file)
