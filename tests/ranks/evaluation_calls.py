@@ -47,6 +47,6 @@ def _passes(plan: Plan, rank: int) -> Iterator[Planned]:
             found = [*calls.forward(layout), *(calls.loss(trains=False) if layout.closes else ())]
             yield from (("tensor", op, tensor, size) for op, size in found)
         if not layout.closes:
-            receiver = line[schedule.place(layout.stage + 1)[0]]
+            receiver = line[schedule.rank_and_chunk(layout.stage + 1)[0]]
             if receiver != rank:
                 yield "pipeline", "send", (receiver,), boundary_bytes(plan)

@@ -44,7 +44,11 @@ def acts(schedule: Schedule, rank: int, always: bool) -> Iterator[Act]:
 
 def messages(schedule: Schedule, action: Action, what: str, source: int, target: int) -> Iterator[Act]:
     inside = 0 <= source < schedule.stages and 0 <= target < schedule.stages
-    if action.kind is not Kind.W and inside and schedule.place(source)[0] != schedule.place(target)[0]:
+    if (
+        action.kind is not Kind.W
+        and inside
+        and schedule.rank_and_chunk(source)[0] != schedule.rank_and_chunk(target)[0]
+    ):
         yield Act(what, Message(source, target, action.microbatch))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llmtrain.cli.main import main
 from llmtrain.plan.program.build import Programs
 from llmtrain.plan.program.instructions import At, Gather
-from llmtrain.plan.program.residency import NEVER, Units, UnitUse, next_places, reside
+from llmtrain.plan.program.residency import NEVER, Units, UnitUse, next_events, reside
 from llmtrain.plan.program.residency_bound import gather_gap, least_gathered
 from llmtrain.plan.program.spec import ProgramSpec
 
@@ -23,7 +23,7 @@ def events_of(uses: Sequence[str]) -> list[UnitUse]:
 
 def fewest(events: Sequence[UnitUse], sizes: dict[str, int], capacity: int) -> int:
     """Try every choice of units that stay whole."""
-    following, found = next_places(events, At.USE), []
+    following, found = next_events(events, At.USE), []
     gaps = [(place, following[place]) for place, one in enumerate(events) if one.at is At.DONE]
     gaps = [gap for gap in gaps if gap[1] != NEVER]
     uses = [(place, one.unit) for place, one in enumerate(events) if one.at is At.USE]

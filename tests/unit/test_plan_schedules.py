@@ -117,7 +117,7 @@ def test_interleaved_as_published() -> None:
 
 def test_v_has_the_loss_on_the_first_rank() -> None:
     schedule = make_schedule("zero-bubble-v", 3, 2, 5)
-    assert [schedule.place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [schedule.rank_and_chunk(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def arrivals(schedule: Schedule, chosen: Durations, timeline: Timeline) -> dict[
             stage = schedule.stage(rank, action.chunk)
             came = [
                 ends[kind, source, action.microbatch]
-                + (0.0 if schedule.place(source)[0] == rank else chosen.latency[min(source, stage)])
+                + (0.0 if schedule.rank_and_chunk(source)[0] == rank else chosen.latency[min(source, stage)])
                 for kind, source in needs(schedule.stages, stage, action.kind)
             ]
             found[rank, action] = max(came, default=0.0)

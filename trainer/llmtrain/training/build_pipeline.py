@@ -65,7 +65,7 @@ def _links(plan: Plan, ranks: Ranks, count: CountTraffic) -> StageLinks:
     schedule, line = plan.pipeline.schedule, ranks.layout.group_of(ranks.rank, Axis.PIPELINE)
 
     def count_sent(channel: Channel, nbytes: int) -> None:
-        target = line[schedule.place(channel.target)[0]]
+        target = line[schedule.rank_and_chunk(channel.target)[0]]
         tier = tier_between(ranks.tiers, ranks.rank, target)
         count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
 
@@ -99,7 +99,7 @@ def _messages(plan: Plan, ranks: Ranks) -> Messages:
     own, over_mpi = ranks.layout.group_of(ranks.rank, Axis.PIPELINE), plan.pipeline.transport == "mpi"
     peers, groups = {}, {}
     for channel in channels(schedule):
-        ends = [schedule.place(stage)[0] for stage in (channel.source, channel.target)]
+        ends = [schedule.rank_and_chunk(stage)[0] for stage in (channel.source, channel.target)]
         # Every rank takes part in making every group, in the same order.
         if not over_mpi:
             groups[channel] = join_group(ranks, [[line[end] for end in ends] for line in lines], ctas=MESSAGE_CTAS)

@@ -39,7 +39,7 @@ class StageLinks:
 
     def is_local(self, stage: int) -> bool:
         """Return whether this rank holds `stage`."""
-        return self._schedule.place(stage)[0] == self._rank
+        return self._schedule.rank_and_chunk(stage)[0] == self._rank
 
     def expect(self, stage: int, rows: Sequence[Tensor], backward: bool) -> None:
         """Announce the messages that `stage` will receive for microbatches `rows`, int64 `[sequences, tokens + 1]`
@@ -99,5 +99,5 @@ class StageLinks:
 def channels(schedule: Schedule) -> Iterable[Channel]:
     """Yield every channel between stages on different ranks."""
     for stage in range(schedule.stages - 1):
-        if schedule.place(stage)[0] != schedule.place(stage + 1)[0]:
+        if schedule.rank_and_chunk(stage)[0] != schedule.rank_and_chunk(stage + 1)[0]:
             yield from (Channel(stage, stage + 1), Channel(stage + 1, stage))

@@ -36,7 +36,7 @@ def ring_bytes(plan: Plan, rank: int) -> int:
         return 0
     schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
     neighbours = [
-        line[schedule.place(other)[0]]
+        line[schedule.rank_and_chunk(other)[0]]
         for layout in plan.stages_of(rank)
         for other in (layout.stage - 1, layout.stage + 1)
         if 0 <= other < schedule.stages

@@ -60,7 +60,7 @@ def _of_placement(placement: Placement) -> Iterator[int]:
 def _channels(schedule: Schedule, pipeline: int) -> Iterator[tuple[int, int]]:
     """Yield (source, target) of the stages between which a rank sends or receives; the ways there and back differ."""
     for stage in range(schedule.stages - 1):
-        ends = schedule.place(stage)[0], schedule.place(stage + 1)[0]
+        ends = schedule.rank_and_chunk(stage)[0], schedule.rank_and_chunk(stage + 1)[0]
         if pipeline in ends and ends[0] != ends[1]:
             yield stage, stage + 1
             yield stage + 1, stage

@@ -31,5 +31,5 @@ def _places(plan: Plan) -> tuple[int, ...]:
     """Return the two places along the pipeline axis at which ranks hold a copy of a tied embedding; none if there is
     only one copy, or if the embedding is not tied."""
     schedule = plan.pipeline.schedule
-    first, last = (schedule.place(stage)[0] for stage in (0, schedule.stages - 1))
+    first, last = (schedule.rank_and_chunk(stage)[0] for stage in (0, schedule.stages - 1))
     return (first, last) if plan.model.tie_embeddings and first != last else ()

@@ -78,7 +78,7 @@ class Schedule:
             return 2 * self.ranks - 1 - rank
         return chunk * self.ranks + rank
 
-    def place(self, stage: int) -> tuple[int, int]:
+    def rank_and_chunk(self, stage: int) -> tuple[int, int]:
         """Return the (rank, chunk) that holds a stage."""
         chunk, rank = divmod(stage, self.ranks)
         return (self.ranks - 1 - rank, 1) if self.folded and chunk == 1 else (rank, chunk)

@@ -31,11 +31,13 @@ def message_times(cluster: Cluster | None, layout: Layout, stages: Schedule, mes
     in another cluster. All ranks of a node that send to other nodes share the node's card. Of all replicas and
     tensor-parallel ranks, the slowest one counts.
     """
-    places = [(stages.place(stage)[0], stages.place(stage + 1)[0]) for stage in range(stages.stages - 1)]
+    ends = [
+        (stages.rank_and_chunk(stage)[0], stages.rank_and_chunk(stage + 1)[0]) for stage in range(stages.stages - 1)
+    ]
     groups = layout.groups(Axis.PIPELINE)
     sends = [
         [one for group in groups for one in ((group[here], group[there]), (group[there], group[here])) if here != there]
-        for here, there in places
+        for here, there in ends
     ]
     senders: dict[Hashable, set[int]] = defaultdict(set)
     for one, other in (pair for hop in sends for pair in hop):
@@ -55,7 +57,7 @@ def message_times(cluster: Cluster | None, layout: Layout, stages: Schedule, mes
     first = groups[0]
     links = [
         ((here, _medium(cluster, first[here], first[there])), (there, _medium(cluster, first[there], first[here])))
-        for here, there in places
+        for here, there in ends
     ]
     return MessageTimes(tuple(transfer), tuple(latency), tuple(links), unknown)
 

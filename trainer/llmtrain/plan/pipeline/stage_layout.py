@@ -60,8 +60,8 @@ def stage_layouts_of(
     )
 
 
-def units_of(config: GPTConfig, stage_layouts: Sequence[StageLayout], place: int, parts: int) -> list[UnitSpec]:
-    """Return the units of a rank's stages, in the order of the model, with the shapes that tensor-parallel rank `place`
-    of `parts` holds."""
+def units_of(config: GPTConfig, stage_layouts: Sequence[StageLayout], tensor_rank: int, parts: int) -> list[UnitSpec]:
+    """Return the units of a rank's stages, in the order of the model, with the shapes that the tensor-parallel rank
+    `tensor_rank` of `parts` holds."""
     names = {name for stage_layout in stage_layouts for name in stage_layout.units}
-    return [unit for unit in sliced_units(config, place, parts) if unit.name in names]
+    return [unit for unit in sliced_units(config, tensor_rank, parts) if unit.name in names]

@@ -221,7 +221,7 @@ class _Simulation:
         self._ended[key] = end
         to = stage + 1 if action.kind is Kind.F else stage - 1
         if action.kind is not Kind.W and 0 <= to < self._schedule.stages:
-            hop, target = min(stage, to), self._schedule.place(to)[0]
+            hop, target = min(stage, to), self._schedule.rank_and_chunk(to)[0]
             late = self._durations.latency_of(action, stage, hop)
             link = self._durations.link_of(hop, action.kind is Kind.B, (rank, target))
             self._there[key] = out if rank == target else self._send(link, hop, out) + late

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 @dataclass
 class BufferPool:
-    """Places buffers at offsets below `capacity`, in elements. high: the end of the highest place that was taken."""
+    """Places buffers at offsets below `capacity`, in elements. high: the highest end of a buffer so far."""
 
     capacity: int
     high: int = 0
     _ends: dict[int, int] = field(default_factory=dict)
-    # Of the places below the capacity that are free, in order. A step takes and gives back very often.
+    # The free ranges below the capacity, in order. A step takes and gives back very often.
     _gaps: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -33,8 +33,8 @@ class BufferPool:
             start, end = gap = gaps[0] if low else gaps[-1]
             offset = start if low else end - size
             left = (offset + size, end) if low else (start, offset)
-            place = self._gaps.index(gap)
-            self._gaps[place : place + 1] = [left] if left[0] < left[1] else []
+            index = self._gaps.index(gap)
+            self._gaps[index : index + 1] = [left] if left[0] < left[1] else []
         else:
             offset = max(self._ends.values(), default=0)
             # It may begin in the last gap.
@@ -63,4 +63,4 @@ def paired_offsets(sizes: Sequence[int]) -> list[int]:
     """Return an offset for each buffer of a sequence, in a buffer pool of `paired_size`: at its start and at its end in
     turn, so that no buffer overlaps the one before it."""
     capacity = paired_size(sizes)
-    return [capacity - size if place % 2 else 0 for place, size in enumerate(sizes)]
+    return [capacity - size if index % 2 else 0 for index, size in enumerate(sizes)]

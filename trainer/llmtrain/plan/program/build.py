@@ -64,7 +64,7 @@ _Backward = Callable[[Sequence[Action]], Sequence[tuple[BackwardPass, ...]]]
 
 def _program(spec: ProgramSpec, actions: Sequence[Action], backward: _Backward, most: int | None = None) -> Program:
     """Return the program of actions. backward: the backward passes of each. most: see `full_program`."""
-    # In two periods, gradients are at both of their places, and most buffers of weights are where they were.
+    # In two periods, gradients are at both of their offsets, and most buffers of weights are where they were.
     for periods in (2, 4, 6):
         short = shorten(actions, periods)
         program = short.extended(full_program(spec, short.actions, backward(short.actions), most))
@@ -85,8 +85,8 @@ def full_program(
     offsets, gradients = _gradient_offsets(spots, backward, spec)
     if offsets:
         backward = [
-            tuple(replace(one, offset=offsets.get((place, one.unit))) for one in passed)
-            for place, passed in enumerate(backward)
+            tuple(replace(one, offset=offsets.get((index, one.unit))) for one in passed)
+            for index, passed in enumerate(backward)
         ]
     reduces, passes = _reduces(spots, backward, spec), list[Pass]()
     (start, *gathers), weights = _gathers(spec, list(_events(actions, spots, spec)), most)
@@ -181,7 +181,7 @@ def _reduce(spec: ProgramSpec, closing: BackwardPass, before: Collection[str]) -
 def _gradient_offsets(
     spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
 ) -> tuple[dict[tuple[int, str], int], int]:
-    """Return the offset of the buffer of each unit whose gradients have one, by the place of the action, and the
+    """Return the offset of the buffer of each unit whose gradients have one, by the index of the action, and the
     elements of the pool. Buffers that are in use at the same time are beside each other, and those of one run beside
     those of the run before."""
     runs = list(_runs(spots, backward, spec))
@@ -189,21 +189,21 @@ def _gradient_offsets(
     found: dict[tuple[int, str], int] = {}
     for run, start in zip(runs, paired_offsets(sizes), strict=True):
         within = dict[str, int]()
-        for place, unit in run:
+        for index, unit in run:
             if unit not in within:
                 within[unit], start = start, start + spec.padded[unit]
-            found[place, unit] = within[unit]
+            found[index, unit] = within[unit]
     return found, paired_size(sizes)
 
 
 def _runs(
     spots: Sequence[list[Spot]], backward: Sequence[tuple[BackwardPass, ...]], spec: ProgramSpec
 ) -> Iterator[list[tuple[int, str]]]:
-    """Yield the (place of the action, unit) of the passes whose gradients are in buffers at the same time: of a run of
+    """Yield the (index of the action, unit) of the passes whose gradients are in buffers at the same time: of a run of
     passes; without runs, one after another."""
     run: list[tuple[int, str]] = []
-    for place, (own, passed) in enumerate(zip(spots, backward, strict=True)):
-        buffered = [(place, unit) for at, unit in own if at is At.GRADIENTS and spec.is_buffered(unit)]
+    for index, (own, passed) in enumerate(zip(spots, backward, strict=True)):
+        buffered = [(index, unit) for at, unit in own if at is At.GRADIENTS and spec.is_buffered(unit)]
         if not spec.sums_runs:
             yield from ([one] for one in buffered)
             continue

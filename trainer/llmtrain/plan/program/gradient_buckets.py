@@ -64,8 +64,8 @@ def gradient_buckets(plan: Plan, rank: int) -> dict[str, UnitGradients]:
     for spec in rank_units(plan, rank):
         placement = plan.sharding.placements[spec.name]
         if placement.moves_gradients:
-            place, padded = grid.coordinate(rank, *placement.axes), placement.padded(spec.numel)
-            split = list(_split(placement, padded, place, plan.sharding.offload.bucket))
+            data_rank, padded = grid.coordinate(rank, *placement.axes), placement.padded(spec.numel)
+            split = list(_split(placement, padded, data_rank, plan.sharding.offload.bucket))
             found[spec.name] = UnitGradients(
                 first=first,
                 buckets=[Bucket(spec.name, start, end, 1) for start, end, _ in split],
@@ -83,18 +83,18 @@ def gradient_sizes(plan: Plan, rank: int) -> Counter[Bucket]:
     units = Counter((plan.sharding.placements[spec.name], spec.numel) for spec in rank_units(plan, rank))
     for (placement, numel), count in units.items():
         if placement.moves_gradients:
-            place = grid.coordinate(rank, *placement.axes)
-            for start, end, _ in _split(placement, placement.padded(numel), place, plan.sharding.offload.bucket):
+            data_rank = grid.coordinate(rank, *placement.axes)
+            for start, end, _ in _split(placement, placement.padded(numel), data_rank, plan.sharding.offload.bucket):
                 found[Bucket("", 0, end - start, 1)] += count
     return found
 
 
-def _split(placement: Placement, padded: int, place: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
+def _split(placement: Placement, padded: int, data_rank: int, bucket: int) -> Iterator[tuple[int, int, bool]]:
     """Yield (start, end, whether the rank steps it) of the buckets of a gradient shard, none of which divides a block
-    of the gradient norm. place: of the rank along the placement's axes."""
+    of the gradient norm. data_rank: the rank's coordinate along the placement's axes."""
     size = -(-bucket // NORM_BLOCK) * NORM_BLOCK
     (first, last), (start, end) = (
-        shard_range(placement.levels, place, degree, padded)
+        shard_range(placement.levels, data_rank, degree, padded)
         for degree in (placement.degrees.gradients, placement.degrees.optimizer)
     )
     for begin, until, owned in ((first, start, False), (start, end, True), (end, last, False)):

@@ -22,7 +22,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Bar:
-    """An instruction. lane: name of its lane. start, end: places in the order of what the rank issues; a pass spans
+    """An instruction. lane: name of its lane. start, end: positions in the order of what the rank issues; a pass spans
     what it issues. purpose: the purpose of a collective, or the kind of a pass."""
 
     lane: str
@@ -66,36 +66,36 @@ class InOrder:
 
     def bars(self) -> list[Bar]:
         """Return a bar for each pass, for each hop of a gather or reduction, and for the updates after the step."""
-        held = {unit.spec.name: unit for unit in unit_traffic(self.plan, self.rank)}
+        by_name = {unit.spec.name: unit for unit in unit_traffic(self.plan, self.rank)}
         found: list[Bar] = []
-        place = self._issue(found, held, self.program.start, 0)
+        position = self._issue(found, by_name, self.program.start, 0)
         for one in self.program.passes:
-            first = place
+            first = position
             for point in one.points:
-                place = self._issue(found, held, point.issues, place)
-            place = max(place, first + 1)
-            found.append(Bar(COMPUTE, first, place, str(one.action), _kind(one)))
-        for unit in held.values():
-            updates = list(self._transfers(unit, unit.update(), place))
+                position = self._issue(found, by_name, point.issues, position)
+            position = max(position, first + 1)
+            found.append(Bar(COMPUTE, first, position, str(one.action), _kind(one)))
+        for unit in by_name.values():
+            updates = list(self._transfers(unit, unit.update(), position))
             found += updates
-            place += len(updates) > 0
+            position += len(updates) > 0
         return found
 
-    def _issue(self, found: list[Bar], held: dict[str, UnitTraffic], issues: tuple[Issue, ...], place: int) -> int:
-        """Add the bars of issues from `place` on; return the place after them."""
+    def _issue(self, bars: list[Bar], by_name: dict[str, UnitTraffic], issues: tuple[Issue, ...], position: int) -> int:
+        """Add the bars of issues from `position` on; return the position after them."""
         for issue in issues:
             if not isinstance(issue, Drop):
-                unit = held[issue.unit]
-                found += self._transfers(unit, unit.of(issue), place)
-                place += 1
-        return place
+                unit = by_name[issue.unit]
+                bars += self._transfers(unit, unit.of(issue), position)
+                position += 1
+        return position
 
-    def _transfers(self, unit: UnitTraffic, transfers: Iterator[Transfer], place: int) -> Iterator[Bar]:
+    def _transfers(self, unit: UnitTraffic, transfers: Iterator[Transfer], position: int) -> Iterator[Bar]:
         for transfer in transfers:
             ranks = lane_members(self.plan.grid, self.rank, unit.placement, transfer.lane)
             tier = tier_between(self.plan.tiers, min(ranks), max(ranks))
             lane = f"{transfer.lane.kind} over {len(ranks)} ranks, {tier}"
-            yield Bar(lane, place, place + 1, transfer.unit.removeprefix("blocks."), transfer.traffic.purpose)
+            yield Bar(lane, position, position + 1, transfer.unit.removeprefix("blocks."), transfer.traffic.purpose)
 
 
 def _kind(one: Pass) -> str:

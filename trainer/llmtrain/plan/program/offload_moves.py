@@ -23,7 +23,7 @@ MoveKind = Literal["gradient", "decide", "ahead", "step", "commit"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """What one bucket moves. unit: place of its unit among those of the rank, in the order of the forward pass. spare:
+    """What one bucket moves. unit: index of its unit among those of the rank, in the order of the forward pass. spare:
     whether it may be stepped ahead. elements: stepped. on_device: whether the device steps it.
 
     there: bytes that cross the host link to what steps: the gradient down, or states up. back: bytes that cross it
@@ -59,11 +59,11 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class MoveEvent:
-    """Something that happens to a bucket, or to a unit (GRADIENT). applies: at DECIDE, whether the step is applied with
-    the numbers of the steps ahead."""
+    """Something that happens to a bucket, or to a unit (GRADIENT). bucket: its number, or that of the unit. applies: at
+    DECIDE, whether the step is applied with the numbers of the steps ahead."""
 
     kind: MoveKind
-    place: int = 0
+    bucket: int = 0
     applies: bool = False
 
 
@@ -71,7 +71,7 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
     """Return what each bucket of a rank of the run moves in a step. A CPU's memory is the host's, so that nothing is
     copied between the host and the device."""
     offload, found, buckets = for_rank(plan, rank).sharding.offload, list[Moves](), rank_buckets(plan, rank)
-    places = {unit.name: place for place, unit in enumerate(rank_units(plan, rank))}
+    indices = {unit.name: index for index, unit in enumerate(rank_units(plan, rank))}
     in_files, gradient_bytes = offload.tier == "nvme", plan.gradient_bytes
     files = striped([one.nbytes for one in buckets], offload.bandwidths) if in_files else repeat(())
     for bucket, parts in zip(buckets, files, strict=False):
@@ -89,7 +89,7 @@ def bucket_moves(plan: Plan, rank: int) -> list[Moves]:
         there, back, ahead, commit = (0, 0, 0, 0) if plan.device == "cpu" else moved
         found.append(
             Moves(
-                unit=places[bucket.unit],
+                unit=indices[bucket.unit],
                 spare=bucket.spare,
                 elements=numel,
                 on_device=offload.on_device,
@@ -126,44 +126,46 @@ class _Checked:
 
     def take(self, event: MoveEvent) -> list[str]:
         """Return what is wrong with the next event."""
-        place, named = event.place, f"bucket {event.place}"
+        number, named = event.bucket, f"bucket {event.bucket}"
         if event.kind == "gradient":
-            self.complete.append(place)
+            self.complete.append(number)
             return []
         if event.kind == "decide":
-            said = [f"the norm is known, but buckets {self.due} of the step before are not stepped"] if self.due else []
+            problems = (
+                [f"the norm is known, but buckets {self.due} of the step before are not stepped"] if self.due else []
+            )
             self.due, self.complete, self._applies = list(range(len(self._moves))), [], event.applies
             self._last.clear()
             if not event.applies:
                 self.ahead.clear()
-            return said
+            return problems
         if event.kind == "ahead":
-            said = self._ahead_problems(place, named)
-            self.ahead.add(place)
-            return said
+            problems = self._ahead_problems(number, named)
+            self.ahead.add(number)
+            return problems
         return self._final_problems(event, named)
 
-    def _ahead_problems(self, place: int, named: str) -> list[str]:
-        one, said = self._moves[place], list[str]()
-        if not one.spare:
-            said.append(f"{named} is stepped ahead, but has no spare memory")
-        if place in self.ahead:
-            said.append(f"{named} is stepped ahead twice")
-        if one.unit not in self.complete:
-            said.append(f"{named} is stepped ahead, but its gradients are not complete")
-        return said
+    def _ahead_problems(self, bucket: int, named: str) -> list[str]:
+        moves, problems = self._moves[bucket], list[str]()
+        if not moves.spare:
+            problems.append(f"{named} is stepped ahead, but has no spare memory")
+        if bucket in self.ahead:
+            problems.append(f"{named} is stepped ahead twice")
+        if moves.unit not in self.complete:
+            problems.append(f"{named} is stepped ahead, but its gradients are not complete")
+        return problems
 
     def _final_problems(self, event: MoveEvent, named: str) -> list[str]:
-        place, said = event.place, list[str]()
-        if place not in self.due:
+        bucket, problems = event.bucket, list[str]()
+        if bucket not in self.due:
             return [f"{named} is to {event.kind}, but the norm is not known, or it was stepped already"]
-        self.due.remove(place)
-        if place < self._last.get(event.kind, 0):
-            said.append(f"{named} is to {event.kind} after one that follows it")
-        self._last[event.kind] = place
-        if event.kind == "commit" and place not in self.ahead:
-            said.append(f"{named} commits, but was not stepped ahead with these numbers")
-        if event.kind == "step" and place in self.ahead and self._applies:
-            said.append(f"{named} is stepped again, though its step ahead counts")
-        self.ahead.discard(place)
-        return said
+        self.due.remove(bucket)
+        if bucket < self._last.get(event.kind, 0):
+            problems.append(f"{named} is to {event.kind} after one that follows it")
+        self._last[event.kind] = bucket
+        if event.kind == "commit" and bucket not in self.ahead:
+            problems.append(f"{named} commits, but was not stepped ahead with these numbers")
+        if event.kind == "step" and bucket in self.ahead and self._applies:
+            problems.append(f"{named} is stepped again, though its step ahead counts")
+        self.ahead.discard(bucket)
+        return problems

@@ -74,7 +74,7 @@ def backward_passes(
     of weights. sums_runs: whether consecutive backward passes of one stage are a run; else each is one by itself."""
     kind = Kind.W if splits_backward else Kind.B
     passes = [action for action in actions if action.kind is kind]
-    ends = _run_ends([action.chunk if sums_runs else place for place, action in enumerate(passes)])
+    ends = _run_ends([action.chunk if sums_runs else index for index, action in enumerate(passes)])
     total = Counter(name for action in passes for name in layouts[action.chunk].units)
     done: Counter[str] = Counter()
     found = []
@@ -98,8 +98,8 @@ def backward_passes(
 def _run_ends(runs: Sequence[int]) -> Iterator[tuple[bool, bool]]:
     """Yield for each pass whether it is the first, and the last, of its run. runs: the same number for neighbours of
     one run."""
-    for place, run in enumerate(runs):
-        yield place == 0 or runs[place - 1] != run, place + 1 == len(runs) or runs[place + 1] != run
+    for index, run in enumerate(runs):
+        yield index == 0 or runs[index - 1] != run, index + 1 == len(runs) or runs[index + 1] != run
 
 
 def _head_spots(layout: StageLayout) -> Iterator[Spot]:

@@ -45,9 +45,11 @@ def posted_bytes(plan: Plan, rank: int) -> int:
     spec, posting = ProgramSpec.of(plan, rank), _posting(plan, rank)
     if posting is None:
         return 0
-    place = plan.grid.coordinate(rank, Axis.PIPELINE)
+    pipeline_rank = plan.grid.coordinate(rank, Axis.PIPELINE)
     sources = {
-        (chunk, kind): _source(plan, spec, chunk, kind, place) for chunk in range(len(spec.stages)) for kind in Kind
+        (chunk, kind): _source(plan, spec, chunk, kind, pipeline_rank)
+        for chunk in range(len(spec.stages))
+        for kind in Kind
     }
     orders = (spec.actions, *_evaluated(plan, spec))
     taken = (filter(None, map(sources.__getitem__, computations(order))) for order in orders)
@@ -91,7 +93,7 @@ def _others(plan: Plan, rank: int) -> set[int]:
     """Return the ranks that hold the stages before and after those of a rank."""
     schedule, line = plan.pipeline.schedule, plan.grid.group_of(rank, Axis.PIPELINE)
     stages = (layout.stage + step for layout in plan.stages_of(rank) for step in (-1, 1))
-    return {line[schedule.place(stage)[0]] for stage in stages if 0 <= stage < schedule.stages} - {rank}
+    return {line[schedule.rank_and_chunk(stage)[0]] for stage in stages if 0 <= stage < schedule.stages} - {rank}
 
 
 def _evaluated(plan: Plan, spec: ProgramSpec) -> Iterator[Sequence[Action]]:
@@ -102,11 +104,11 @@ def _evaluated(plan: Plan, spec: ProgramSpec) -> Iterator[Sequence[Action]]:
         yield evaluation_actions(len(spec.stages), [min(rows, plan.pipeline.schedule.evaluated_together)])
 
 
-def _source(plan: Plan, spec: ProgramSpec, chunk: int, kind: Kind, place: int) -> tuple[int, int] | None:
+def _source(plan: Plan, spec: ProgramSpec, chunk: int, kind: Kind, pipeline_rank: int) -> tuple[int, int] | None:
     """Return the stages that the message of an action comes from and goes to; None without a message of another
-    rank. place: the rank's place along the pipeline axis."""
+    rank. pipeline_rank: the rank's coordinate along the pipeline axis."""
     schedule, stage = plan.pipeline.schedule, spec.stages[chunk].stage
     source = stage - 1 if kind is Kind.F else stage + 1
     if kind is Kind.W or not 0 <= source < schedule.stages:
         return None
-    return None if schedule.place(source)[0] == place else (source, stage)
+    return None if schedule.rank_and_chunk(source)[0] == pipeline_rank else (source, stage)

@@ -17,8 +17,8 @@ at most two periods."""
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part of a sequence that repeats. start: place of the period that stands for the left out ones, in the shortened
-    sequence. length: passes of a period. copies: periods that are left out."""
+    """A part of a sequence that repeats. start: index, in the shortened sequence, of the first pass of the
+    period that stands for the left out ones. length: passes of a period. copies: periods that are left out."""
 
     start: int
     length: int
@@ -27,7 +27,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A sequence of actions without the middle of each repetition. kept: the places in the whole sequence."""
+    """A sequence of actions without the middle of each repetition. kept: indices in the whole sequence."""
 
     whole: Sequence[Action]
     kept: Sequence[int]
@@ -36,32 +36,32 @@ class Shortened:
     @property
     def actions(self) -> list[Action]:
         """The actions that are planned."""
-        return [self.whole[place] for place in self.kept]
+        return [self.whole[index] for index in self.kept]
 
     def extended(self, program: Program) -> Program | None:
         """Return the program of the whole sequence from that of the shortened one; None if the periods that stand for
         those left out differ."""
-        held = list(_held(program))
+        gathered = list(_gathered(program))
         for repeat in self.repeats:
             first, second = repeat.start, repeat.start + repeat.length
             pairs = zip(program.passes[first:second], program.passes[second : second + repeat.length], strict=True)
-            if held[first] != held[second] or any(not _repeats(one, other) for one, other in pairs):
+            if gathered[first] != gathered[second] or any(not _repeats(one, other) for one, other in pairs):
                 return None
         passes = program.passes
-        stood_for = [Pass(action, *passes[place][1:]) for place, action in self._stand_ins()]
+        stood_for = [Pass(action, *passes[index][1:]) for index, action in self._stand_ins()]
         return replace(program, passes=tuple(stood_for))
 
     def _stand_ins(self) -> Iterator[tuple[int, Action]]:
-        """Yield, for each action of the whole sequence, the place of its pass in the shortened one."""
-        places: list[int] = []
+        """Yield, for each action of the whole sequence, the index of its pass in the shortened one."""
+        indices: list[int] = []
         done = 0
         for repeat in self.repeats:
             end = repeat.start + repeat.length
-            places += range(done, end)
-            places += list(range(repeat.start, end)) * repeat.copies
+            indices += range(done, end)
+            indices += list(range(repeat.start, end)) * repeat.copies
             done = end
-        places += range(done, len(self.kept))
-        return zip(places, self.whole, strict=True)
+        indices += range(done, len(self.kept))
+        return zip(indices, self.whole, strict=True)
 
 
 def shorten(actions: Sequence[Action], periods: int) -> Shortened:
@@ -88,7 +88,7 @@ def shorten(actions: Sequence[Action], periods: int) -> Shortened:
 def _keys(actions: Sequence[Action]) -> str:
     """Return a letter for each action: the same for the same computation of another microbatch."""
     kinds = computations(actions)
-    letters = {one: chr(place) for place, one in enumerate(dict.fromkeys(kinds))}
+    letters = {one: chr(index) for index, one in enumerate(dict.fromkeys(kinds))}
     return "".join(map(letters.__getitem__, kinds))
 
 
@@ -96,20 +96,20 @@ def _repeats(one: Pass, other: Pass) -> bool:
     return one.points == other.points and one.backward == other.backward
 
 
-def _held(program: Program) -> Iterator[dict[str, Gather]]:
-    """Yield the gathered units before each pass, with their places."""
-    held: dict[str, Gather] = {}
-    _follow(held, program.start)
+def _gathered(program: Program) -> Iterator[dict[str, Gather]]:
+    """Yield the gathered units before each pass, each with its gather."""
+    gathered: dict[str, Gather] = {}
+    _follow(gathered, program.start)
     for one in program.passes:
-        yield dict(held)
+        yield dict(gathered)
         for point in one.points:
-            _follow(held, point.issues)
+            _follow(gathered, point.issues)
 
 
-def _follow(held: dict[str, Gather], issues: Sequence[Issue]) -> None:
+def _follow(gathered: dict[str, Gather], issues: Sequence[Issue]) -> None:
     for issue in issues:
         if isinstance(issue, Gather):
             # Whether it filled a secondary copy no longer matters.
-            held[issue.unit] = replace(issue, fills=False) if issue.fills else issue
+            gathered[issue.unit] = replace(issue, fills=False) if issue.fills else issue
         elif isinstance(issue, Drop):
-            del held[issue.unit]
+            del gathered[issue.unit]

@@ -11,7 +11,7 @@ from llmtrain.plan.program.buffer_pool import BufferPool
 from llmtrain.plan.program.instructions import At, Drop, Gather, Issue
 
 NEVER = 1 << 60
-"""A place after the last event."""
+"""An index after the last event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Units:
 
 
 @dataclass(slots=True)
-class _Held:
-    """A unit in the buffer pool. next: place of its next use, which is the current one while `busy`. after: place of
+class _Gathered:
+    """A unit in the buffer pool. next: index of its next use, which is the current one while `busy`. after: index of
     the first use after the current one."""
 
     offset: int
@@ -60,7 +60,7 @@ class Residency:
     events: Sequence[UnitUse]
     units: Units
     capacity: int
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _filled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -68,8 +68,8 @@ class Residency:
         largest = max(self.units.sizes.values(), default=0)
         # Small buffers that come and go must not split the room of a large one, nor of one that stays during others.
         self._low = {unit for unit, size in self.units.sizes.items() if size == largest} | _spanning(self.events)
-        self._next, self._done = next_places(self.events, At.USE), next_places(self.events, At.DONE)
-        self._uses = [place for place, event in enumerate(self.events) if event.at is At.USE]
+        self._next, self._done = next_events(self.events, At.USE), next_events(self.events, At.DONE)
+        self._uses = [event_index for event_index, event in enumerate(self.events) if event.at is At.USE]
         self._ahead = 0
 
     @property
@@ -77,45 +77,45 @@ class Residency:
         """Elements of the buffer pool."""
         return self._pool.high
 
-    def issues(self, place: int) -> list[Issue]:
-        """Return what is issued at event `place`."""
+    def issues(self, event_index: int) -> list[Issue]:
+        """Return what is issued at event `event_index`."""
         found: list[Issue] = []
-        if place >= 0:
-            event = self.events[place]
+        if event_index >= 0:
+            event = self.events[event_index]
             if event.at is At.USE:
-                self._begin(place, found)
+                self._begin(event_index, found)
             else:
-                self._end(place, found)
-        self._look_ahead(place, found)
+                self._end(event_index, found)
+        self._look_ahead(event_index, found)
         return found
 
-    def _begin(self, place: int, found: list[Issue]) -> None:
-        event = self.events[place]
+    def _begin(self, event_index: int, found: list[Issue]) -> None:
+        event = self.events[event_index]
         if not self._holds(event):
-            if event.unit in self._held:
+            if event.unit in self._gathered:
                 self._drop(event.unit, found)
-            idle = [(one.next, name) for name, one in self._held.items() if not one.busy]
+            idle = [(one.next, name) for name, one in self._gathered.items() if not one.busy]
             while idle and not self._pool.fits(self.units.sizes[event.unit]):
                 idle.remove(furthest := max(idle))
                 self._drop(furthest[1], found)
-            self._gather(place, found)
-        held = self._held[event.unit]
-        held.busy, held.after = True, self._next[held.next]
+            self._gather(event_index, found)
+        gathered = self._gathered[event.unit]
+        gathered.busy, gathered.after = True, self._next[gathered.next]
 
-    def _end(self, place: int, found: list[Issue]) -> None:
-        unit = self.events[place].unit
-        held = self._held[unit]
-        held.busy, held.next, held.after = False, self._next[place], self._next[place]
-        if held.next == NEVER or not self._holds(self.events[held.next]):
+    def _end(self, event_index: int, found: list[Issue]) -> None:
+        unit = self.events[event_index].unit
+        gathered = self._gathered[unit]
+        gathered.busy, gathered.next, gathered.after = False, self._next[event_index], self._next[event_index]
+        if gathered.next == NEVER or not self._holds(self.events[gathered.next]):
             self._drop(unit, found)
 
-    def _look_ahead(self, place: int, found: list[Issue]) -> None:
+    def _look_ahead(self, event_index: int, found: list[Issue]) -> None:
         """Gather the next units for which there is room."""
         while self._ahead < len(self._uses):
             use = self._uses[self._ahead]
-            if use > place and not self._holds(self.events[use]):
+            if use > event_index and not self._holds(self.events[use]):
                 # The unit's present weights are of the other kind, and still needed.
-                if self.events[use].unit in self._held or not self._make_room(use, found):
+                if self.events[use].unit in self._gathered or not self._make_room(use, found):
                     return
                 self._gather(use, found)
             self._ahead += 1
@@ -125,11 +125,11 @@ class Residency:
         size, done = self.units.sizes[self.events[use].unit], self._done
         while not self._pool.fits(size):
             # A unit that is in use until then keeps its room.
-            later = [(one.after, name) for name, one in self._held.items() if not one.busy or done[one.next] < use]
+            later = [(one.after, name) for name, one in self._gathered.items() if not one.busy or done[one.next] < use]
             furthest, name = max(later, default=(0, ""))
             if furthest <= use:
                 return False
-            if self._held[name].busy:
+            if self._gathered[name].busy:
                 # Its room is free in time, and no other unit has to go.
                 return False
             self._drop(name, found)
@@ -141,17 +141,17 @@ class Residency:
         fills = not event.secondary and event.unit in self.units.filled - self._filled
         if fills:
             self._filled.add(event.unit)
-        self._held[event.unit] = _Held(offset, event.secondary, use, use)
+        self._gathered[event.unit] = _Gathered(offset, event.secondary, use, use)
         found.append(Gather(event.unit, offset, event.secondary, fills))
 
     def _drop(self, unit: str, found: list[Issue]) -> None:
-        self._pool.give_back(self._held.pop(unit).offset)
+        self._pool.give_back(self._gathered.pop(unit).offset)
         found.append(Drop(unit))
 
     def _holds(self, event: UnitUse) -> bool:
         """Whether the buffer pool has the weights that an event uses."""
-        held = self._held.get(event.unit)
-        return held is not None and (not self.units.rounded or held.secondary == event.secondary)
+        gathered = self._gathered.get(event.unit)
+        return gathered is not None and (not self.units.rounded or gathered.secondary == event.secondary)
 
 
 def reside(events: Sequence[UnitUse], units: Units, capacity: int) -> tuple[list[list[Issue]], int]:
@@ -166,8 +166,8 @@ def reside(events: Sequence[UnitUse], units: Units, capacity: int) -> tuple[list
         capacity * eighths // 8 // units.granule * units.granule for eighths in range(8, -1, -1)
     ):
         residency, issues = Residency(events, units, elements), list[list[Issue]]()
-        for place in range(-1, len(events)):
-            issues.append(residency.issues(place))
+        for event_index in range(-1, len(events)):
+            issues.append(residency.issues(event_index))
             if residency.high > capacity and elements:
                 break
         if residency.high <= capacity:
@@ -179,13 +179,13 @@ def lookahead_capacity(events: Sequence[UnitUse], sizes: Mapping[str, int], ahea
     """Return the elements of the units in use and of the next `ahead` others, at the use where these are most."""
     busy: set[str] = set()
     most = 0
-    for place, event in enumerate(events):
+    for event_index, event in enumerate(events):
         if event.at is At.DONE:
             busy.discard(event.unit)
             continue
         busy.add(event.unit)
-        held = busy | _next_units(events, place, busy, min(ahead, len(sizes) - len(busy)))
-        most = max(most, sum(sizes[unit] for unit in held))
+        needed = busy | _next_units(events, event_index, busy, min(ahead, len(sizes) - len(busy)))
+        most = max(most, sum(sizes[unit] for unit in needed))
     return most
 
 
@@ -202,10 +202,10 @@ def _spanning(events: Sequence[UnitUse]) -> set[str]:
     return found
 
 
-def _next_units(events: Sequence[UnitUse], place: int, busy: set[str], ahead: int) -> set[str]:
+def _next_units(events: Sequence[UnitUse], event_index: int, busy: set[str], ahead: int) -> set[str]:
     """Return the next `ahead` units, of those that are not busy, that are used after an event."""
     found: set[str] = set()
-    for later in range(place + 1, len(events)):
+    for later in range(event_index + 1, len(events)):
         if len(found) == ahead:
             break
         if events[later].at is At.USE and events[later].unit not in busy:
@@ -213,12 +213,12 @@ def _next_units(events: Sequence[UnitUse], place: int, busy: set[str], ahead: in
     return found
 
 
-def next_places(events: Sequence[UnitUse], at: At) -> list[int]:
-    """Return, for each event, the place of the next event of its unit that is `at`, or NEVER."""
+def next_events(events: Sequence[UnitUse], at: At) -> list[int]:
+    """Return, for each event, the index of the next event of its unit that is `at`, or NEVER."""
     later: dict[str, int] = {}
     found = [NEVER] * len(events)
-    for place in reversed(range(len(events))):
-        found[place] = later.get(events[place].unit, NEVER)
-        if events[place].at is at:
-            later[events[place].unit] = place
+    for event_index in reversed(range(len(events))):
+        found[event_index] = later.get(events[event_index].unit, NEVER)
+        if events[event_index].at is at:
+            later[events[event_index].unit] = event_index
     return found

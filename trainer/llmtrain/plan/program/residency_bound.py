@@ -2,7 +2,7 @@
 
 Between two uses of a unit, each of its elements stays or goes. At the beginning of each use, those that stay and the
 units in use fit into the memory. If parts of units may stay, the most elements stay where those whose next use is
-furthest away go first, wherever the memory is exceeded: all of them are there at that place, and take no more room
+furthest away go first, wherever the memory is exceeded: all of them are there at that point, and take no more room
 before it than the others (Belady's rule; Carlisle and Lloyd 1995 for intervals). Whole units, gaps between buffers and
 gathers ahead of time can only gather more.
 """
@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from llmtrain.plan.program.build import Programs, residency_capacity, residency_events, residency_units
 from llmtrain.plan.program.instructions import At, Gather
-from llmtrain.plan.program.residency import NEVER, Units, UnitUse, next_places
+from llmtrain.plan.program.residency import NEVER, Units, UnitUse, next_events
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,27 @@ def gather_gap(programs: Programs) -> GatherGap:
 
 def least_gathered(events: Sequence[UnitUse], units: Units, capacity: int) -> int:
     """Return the fewest elements that are gathered for uses of units. capacity: elements of the memory."""
-    sizes, following = units.sizes, next_places(events, At.USE)
-    # What stays: place of the next use, negative, so that the furthest comes first. stays: elements by that place.
+    sizes, following = units.sizes, next_events(events, At.USE)
+    # What stays: index of the next use, negative, so that the furthest comes first. stays: elements by that index.
     furthest: list[int] = []
     stays: dict[int, int] = {}
     source: dict[str, bool] = {}
-    held = gathered = 0
-    for place, event in enumerate(events):
+    in_memory = gathered = 0
+    for event_index, event in enumerate(events):
         size = sizes[event.unit]
         if event.at is At.USE:
             source[event.unit] = event.secondary
-            gathered += size - stays.get(place, 0)
-            # Elements that stayed are counted in `held` already.
-            held += size - stays.pop(place, 0)
-            held -= _dropped(held - capacity, furthest, stays)
+            gathered += size - stays.get(event_index, 0)
+            # Elements that stayed are counted in `in_memory` already.
+            in_memory += size - stays.pop(event_index, 0)
+            in_memory -= _dropped(in_memory - capacity, furthest, stays)
         else:
-            held -= size
-            use = following[place]
+            in_memory -= size
+            use = following[event_index]
             if use != NEVER and not (units.rounded and events[use].secondary != source[event.unit]):
                 heappush(furthest, -use)
                 stays[use] = size
-                held += size
+                in_memory += size
     return gathered
 
 

@@ -90,7 +90,7 @@ class StepCalls:
             target = self.programs.spec.stages[chunk].stage + (1 if kind is Kind.F else -1)
             if kind is Kind.W or not 0 <= target < schedule.stages:
                 continue
-            receiver = line[schedule.place(target)[0]]
+            receiver = line[schedule.rank_and_chunk(target)[0]]
             if receiver != self.rank:
                 pair = (self.rank, receiver)
                 yield Call(pair, Traffic("pipeline", "send", self._tier(pair), size, size, packed=False), times)
@@ -155,7 +155,10 @@ class StepCalls:
         ahead, live = sum(action.kind is Kind.F for action in spec.actions), 0
         for action in spec.actions:
             layout = spec.stages[action.chunk]
-            local = not layout.opens and schedule.place(layout.stage - 1)[0] == schedule.place(layout.stage)[0]
+            local = (
+                not layout.opens
+                and schedule.rank_and_chunk(layout.stage - 1)[0] == schedule.rank_and_chunk(layout.stage)[0]
+            )
             may = action.kind is Kind.B and not layout.opens and not local
             # As in the executor, `live` still includes the microbatch of this backward pass.
             if may and hands_back_first(ahead, live, schedule.most_live):

@@ -106,10 +106,10 @@ class UnitTraffic:
         """Bytes of an element of a sum of gradients that is sent."""
         return self.placement.wire_bytes(self.element_bytes)
 
-    def sent_bytes(self, place: int, buffered: bool) -> int:
-        """Return the bytes of an element that a reduction sends over its hop number `place`. buffered: whether it
+    def sent_bytes(self, hop_index: int, buffered: bool) -> int:
+        """Return the bytes of an element that a reduction sends over its hop number `hop_index`. buffered: whether it
         begins with gradients in a buffer."""
-        return min(self.wire_bytes, self.buffered_bytes) if buffered and place == 0 else self.wire_bytes
+        return min(self.wire_bytes, self.buffered_bytes) if buffered and hop_index == 0 else self.wire_bytes
 
     def reduced_bytes(self, buffered: bool) -> int:
         """Return the bytes of an element of gradients before their reduction. buffered: whether they are in a
@@ -180,9 +180,9 @@ def unit_traffic(plan: Plan, rank: int) -> list[UnitTraffic]:
 
 
 def lane_members(grid: Layout, rank: int, placement: Placement, lane: Lane) -> tuple[int, ...]:
-    """Return the ranks of a lane's group that `rank` is in, which differ in one digit of their place."""
-    line, place = grid.group_of(rank, *placement.axes), grid.coordinate(rank, *placement.axes)
-    return tuple(line[other] for other in _level(placement, lane).members(place))
+    """Return the ranks of a lane's group that `rank` is in, which differ in one digit of their data rank."""
+    line, data_rank = grid.group_of(rank, *placement.axes), grid.coordinate(rank, *placement.axes)
+    return tuple(line[other] for other in _level(placement, lane).members(data_rank))
 
 
 def _level(placement: Placement, lane: Lane) -> Level:

@@ -72,9 +72,9 @@ def lanes_of(placement: Placement) -> list[tuple[Lane, Level]]:
 
 
 def flat_order(placement: Placement) -> list[int]:
-    """Return the place of each rank's weight shard, for the ranks that one hop over all levels joins."""
+    """Return the position of each rank's weight shard, for the ranks that one hop over all levels joins."""
     degree = placement.degrees.weights
-    return [shard_range(placement.levels, place, degree, degree)[0] for place in range(degree)]
+    return [shard_range(placement.levels, data_rank, degree, degree)[0] for data_rank in range(degree)]
 
 
 def _in_order(placement: Placement, lane: Lane) -> bool:
@@ -117,9 +117,9 @@ def _collectives(unit: UnitTraffic, programs: Programs) -> Iterator[tuple[Lane, 
     yield from _sized(unit.update())
     for reduce in _reductions(unit):
         from_compute_dtype = _hops_from_compute_dtype(unit, reduce)
-        for place, transfer in enumerate(unit.reduce(reduce)):
-            element = unit.sent_bytes(place, reduce.offset is not None)
-            yield from _sized([transfer], element, converted=element < 4 and place not in from_compute_dtype)
+        for hop_index, transfer in enumerate(unit.reduce(reduce)):
+            element = unit.sent_bytes(hop_index, reduce.offset is not None)
+            yield from _sized([transfer], element, converted=element < 4 and hop_index not in from_compute_dtype)
     for lane, _ in unit.replicated_lanes:
         yield lane, SizedCollective("all_reduce", unit.replicated_bytes)
 

@@ -55,7 +55,7 @@ class PipelineView:
 
     def as_data(self) -> dict[str, Any]:
         """Return the view as plain data, for JSON."""
-        stages = [(stage, *self.schedule.place(stage), layers) for stage, layers in enumerate(self.split)]
+        stages = [(stage, *self.schedule.rank_and_chunk(stage), layers) for stage, layers in enumerate(self.split)]
         return {
             "schedule": self.name,
             "ranks": self.schedule.ranks,
@@ -119,7 +119,9 @@ def durations_by_work(
     time. layer: time of a forward pass of one layer at speed 1. The forward pass, the backward pass of the inputs and
     that of the weights have the same number of FLOPs. recomputed: whether the backward pass recomputes the layers.
     """
-    own = [layer / (1.0 if speeds is None else speeds[stages.place(stage)[0]]) for stage in range(stages.stages)]
+    own = [
+        layer / (1.0 if speeds is None else speeds[stages.rank_and_chunk(stage)[0]]) for stage in range(stages.stages)
+    ]
     times = [work / costs.layer * unit for work, unit in zip(costs.of(split), own, strict=True)]
     again = [recomputed * layers * unit for layers, unit in zip(split, own, strict=True)]
     return Durations(times, list(map(add, times, again)), times, [0.0] * (stages.stages - 1))
