@@ -31,8 +31,7 @@ class ActivationOffload:
     """Where group inputs rest that leave the device.
 
     tier: none (they stay), host (memory of the host) or nvme (files). paths: folders of files, one for each volume.
-    bandwidths: relative bandwidths of the volumes. stay: most group inputs that stay, for each place along the pipeline
-    axis.
+    bandwidths: relative bandwidths of the volumes. stay: most group inputs that stay, for each rank of the pipeline.
     """
 
     tier: Literal["none", "host", "nvme"] = "none"
@@ -42,8 +41,8 @@ class ActivationOffload:
 
     @classmethod
     def of(cls, recipe: Recipe, recomputes: bool, schedule: Schedule, volumes: Sequence[Nvme]) -> "ActivationOffload":
-        """Return what a recipe asks for. `stay` is INPUTS_AHEAD, its smallest value, for each place along the pipeline
-        axis. recomputes: whether blocks are recomputed. volumes: of the cluster's nodes. Raises BadInputError."""
+        """Return what a recipe asks for. `stay` is INPUTS_AHEAD, its smallest value, for each rank of the
+        pipeline. recomputes: whether blocks are recomputed. volumes: of the cluster's nodes. Raises BadInputError."""
         tier = recipe.offload.activations
         if tier == "none":
             return cls()
@@ -188,8 +187,8 @@ def activation_moves(actions: Sequence[Action], groups: Sequence[int], stay: int
 
 @dataclass(frozen=True)
 class _Events:
-    """The saves and uses of a rank's group inputs. group_inputs: in the order of their saves. order: the place in
-    `group_inputs` for each save, and its complement (`~place`) for each use. uses: for each group input, the place of
+    """The saves and uses of a rank's group inputs. group_inputs: in the order of their saves. order: the index in
+    `group_inputs` for each save, and its complement (`~index`) for each use. uses: for each group input, the index of
     its use in `order`."""
 
     group_inputs: Sequence[GroupInput]

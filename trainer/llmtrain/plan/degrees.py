@@ -124,11 +124,11 @@ def _with_auto(zero: ZeroConfig, ranks: int, tiers: Sequence[Tier], auto: int) -
     given = (zero.partition.weights, zero.partition.gradients, zero.partition.optimizer)
     staged = {0: (1, 1, 1), 1: (1, 1, ranks), 2: (1, ranks, ranks), 3: (ranks,) * 3}
     numbers: list[int] = []
-    for place, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
+    for index, (state, degree) in enumerate(zip(_STATES, given, strict=True)):
         if degree is not None:
             number = _number(f"zero.partition.{state}", degree, auto, tiers)
         elif zero.stage is not None or (not numbers and all(value is None for value in given)):
-            number = staged[zero.stage or 0][place]
+            number = staged[zero.stage or 0][index]
         else:
             # Without a stage, a state that is left out has the degree of the state before it.
             number = numbers[-1] if numbers else 1

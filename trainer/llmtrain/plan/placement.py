@@ -27,7 +27,7 @@ class Placement:
     axes: the ranks along the product of these axes have the same parameters and different parts of the batch; their
     gradients are summed. Ranks along the other axes have other parameters (another stage, other experts) or the rest of
     each matrix. degrees: the number of those ranks that shard each state; the others hold copies. levels: the digits of
-    a place along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
+    a coordinate along `axes`, fastest link first. hierarchical: whether weights are gathered level by level. masters:
     whether the fp32 masters are the weights themselves, which are then fp32, or separate memory. gradients: dtype of
     the sums of gradients: fp32, or that of computation. reduce: dtype in which ranks send each other sums of gradients
     that are not quantized. backend: kernel of the optimizer step. alignment: every shard begins at a multiple of this

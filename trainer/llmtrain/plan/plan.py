@@ -93,7 +93,7 @@ class Pipeline:
     @property
     def recompute(self) -> tuple[int, ...]:
         """Blocks of one group of activation checkpointing of each stage, 0 for none."""
-        layouts = (layout for held in self.stages for layout in held)
+        layouts = (layout for stage_layouts in self.stages for layout in stage_layouts)
         return tuple(layout.recompute for layout in sorted(layouts, key=lambda layout: layout.stage))
 
 

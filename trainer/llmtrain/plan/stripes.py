@@ -20,13 +20,13 @@ class Stripe:
 def stripes(regions: Sequence[int], bandwidths: Sequence[float]) -> list[list[Stripe]]:
     """Split each region into at most one part per volume, so that the bytes of all regions so far are divided in
     proportion to the volumes' bandwidths, up to whole pages. Return the parts of each region. Each region begins on
-    another volume: what lies at the same place of several regions, as the masters of buckets do, is on all volumes.
+    another volume: what lies at the same offset of several regions, as the masters of buckets do, is on all volumes.
 
     regions: bytes of each, whole pages. bandwidths: those of the volumes, relative.
     """
     found, ends = [], [0] * len(bandwidths)
-    for place, sizes in enumerate(striped(regions, bandwidths)):
-        order = [(place + number) % len(bandwidths) for number in range(len(bandwidths))]
+    for region, sizes in enumerate(striped(regions, bandwidths)):
+        order = [(region + number) % len(bandwidths) for number in range(len(bandwidths))]
         firsts = accumulate((sizes[volume] for volume in order), initial=0)
         parts = ((volume, ends[volume], first, sizes[volume]) for volume, first in zip(order, firsts, strict=False))
         found.append([Stripe(*one) for one in parts if one[3]])
@@ -54,6 +54,6 @@ def _pages(wanted: Sequence[float], nbytes: int) -> list[int]:
         if missing > 0:
             sizes[lacks.index(max(lacks))] += PAGE
         else:
-            held = [volume for volume, size in enumerate(sizes) if size]
-            sizes[min(held, key=lambda volume: lacks[volume])] -= PAGE
+            nonempty = [volume for volume, size in enumerate(sizes) if size]
+            sizes[min(nonempty, key=lambda volume: lacks[volume])] -= PAGE
     return sizes

@@ -44,11 +44,11 @@ def gather_traffic(
     for hop in hops:
         ranks *= hop.radix
     part = numel // ranks
-    held = packing.row_bytes(part) if packing else part * element_bytes
+    gathered = packing.row_bytes(part) if packing else part * element_bytes
     found = []
     for hop in reversed(hops):
-        found.append(_exchange(purpose, "all_gather", hop, held * hop.radix, packing))
-        held *= hop.radix
+        found.append(_exchange(purpose, "all_gather", hop, gathered * hop.radix, packing))
+        gathered *= hop.radix
     return found
 
 
@@ -58,9 +58,9 @@ def reduce_traffic(
     """Return the traffic of a reduction of `numel` elements to one rank's part over `hops`, fastest first.
     element_bytes: bytes of an element on the first hop, and on the others."""
     found = []
-    for place, hop in enumerate(hops):
+    for hop_index, hop in enumerate(hops):
         part = numel // hop.radix
-        size = hop.radix * (packing.row_bytes(part) if packing else part * element_bytes[place > 0])
+        size = hop.radix * (packing.row_bytes(part) if packing else part * element_bytes[hop_index > 0])
         found.append(_exchange(purpose, "all_to_all", hop, size, packing))
         numel = part
     return found

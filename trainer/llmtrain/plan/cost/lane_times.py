@@ -99,8 +99,8 @@ def described_rates(plan: Plan) -> DescribedRates:
 def _volumes(plan: Plan, moved: MovedOf) -> Iterator[LaneTime]:
     rates = described_rates(plan).volumes
     for path in volume_paths(plan):
-        for place, way in enumerate(("read", "written")):
-            nbytes, ranks = _most_of_a_node(plan, partial(_moved_on, moved, path, place))
+        for way_index, way in enumerate(("read", "written")):
+            nbytes, ranks = _most_of_a_node(plan, partial(_moved_on, moved, path, way_index))
             key = f"node.nvme of {path}"
             yield LaneTime(name=path, way=way, nbytes=nbytes, ranks=ranks, rate=rates.get(path), key=key)  # type: ignore[arg-type]
 
@@ -108,8 +108,8 @@ def _volumes(plan: Plan, moved: MovedOf) -> Iterator[LaneTime]:
 def _link(plan: Plan, programs: ProgramsOf) -> Iterator[LaneTime]:
     copied = [link_traffic(plan, role.rank, programs(role.rank)).values() for role in roles(plan)]
     rate = described_rates(plan).link
-    for place, way in enumerate(("to the host", "to the device")):
-        nbytes = max(sum(both[place] for both in of_rank) for of_rank in copied)
+    for way_index, way in enumerate(("to the host", "to the device")):
+        nbytes = max(sum(both[way_index] for both in of_rank) for of_rank in copied)
         yield LaneTime(name=LINK, way=way, nbytes=nbytes, ranks=1, rate=rate, key="accelerator.host_link")  # type: ignore[arg-type]
 
 
@@ -138,15 +138,15 @@ def _most_of_a_node(plan: Plan, of_rank: Callable[[int], int]) -> tuple[int, int
     """Return the most bytes of all ranks of a node together, and their number. Without a description, each rank has a
     node of its own. of_rank: bytes of a rank."""
     size, grid = plan.cluster.node.ranks if plan.cluster else 1, plan.grid
-    by_place: dict[tuple[int, ...], int] = {}
+    by_coordinates: dict[tuple[int, ...], int] = {}
 
-    def of_place(rank: int) -> int:
+    def bytes_of(rank: int) -> int:
         # Data-parallel ranks on the same socket move equal bytes.
-        place = *(grid.coordinate(rank, axis) for axis in (Axis.PIPELINE, Axis.TENSOR)), socket_of(plan, rank)
-        if place not in by_place:
-            by_place[place] = of_rank(rank)
-        return by_place[place]
+        coordinates = *(grid.coordinate(rank, axis) for axis in (Axis.PIPELINE, Axis.TENSOR)), socket_of(plan, rank)
+        if coordinates not in by_coordinates:
+            by_coordinates[coordinates] = of_rank(rank)
+        return by_coordinates[coordinates]
 
     firsts = {role.rank // size * size for role in roles(plan)}
     nodes = [range(first, min(first + size, grid.world)) for first in firsts]
-    return max((sum(map(of_place, node)), len(node)) for node in nodes)
+    return max((sum(map(bytes_of, node)), len(node)) for node in nodes)

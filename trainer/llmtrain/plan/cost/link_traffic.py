@@ -31,8 +31,8 @@ def link_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Copied]
 
 
 def _sum(copied: Iterator[Copied]) -> Copied:
-    held = list(copied)
-    return sum(down for down, _ in held), sum(up for _, up in held)
+    both_ways = list(copied)
+    return sum(down for down, _ in both_ways), sum(up for _, up in both_ways)
 
 
 def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
@@ -47,11 +47,11 @@ def _weights(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
 def _gradients(plan: Plan, rank: int, programs: Programs) -> Iterator[Copied]:
     shards = {unit.name: plan.sharding.placements[unit.name] for unit in rank_units(plan, rank)}
     padded = {unit.name: shards[unit.name].padded(unit.numel) for unit in rank_units(plan, rank)}
-    held = {name: _reduced(plan, shards[name], padded[name]) for name in shards if shards[name].moves_gradients}
-    for issue in programs.step.issues if held else ():
-        if isinstance(issue, Reduce) and issue.unit in held:
-            yield held[issue.unit](issue)
-    for name in held:
+    copied_of = {name: _reduced(plan, shards[name], padded[name]) for name in shards if shards[name].moves_gradients}
+    for issue in programs.step.issues if copied_of else ():
+        if isinstance(issue, Reduce) and issue.unit in copied_of:
+            yield copied_of[issue.unit](issue)
+    for name in copied_of:
         # What the device steps of states that stay; `bucket_moves` has the others.
         yield 0, 4 * plan.sharding.offload.resident(name, padded[name] // shards[name].degrees.optimizer)
 

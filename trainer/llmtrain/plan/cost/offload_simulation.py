@@ -127,7 +127,7 @@ class _Simulation:
     def __init__(self, moves: Sequence[Moves], computation: Computation, rates: Rates, order: Order) -> None:
         self._moves, self._computation, self._rates, self._order = moves, computation, rates, order
         self._units = range(len(computation.forward))
-        self._of_unit = [[place for place, one in enumerate(moves) if one.unit == unit] for unit in self._units]
+        self._of_unit = [[bucket for bucket, one in enumerate(moves) if one.unit == unit] for unit in self._units]
         self._lanes, self._now, self.events = _FreeTimes(), 0.0, list[MoveEvent]()
         self._ahead: list[deque[int]] = []
         self._final, self._commits = deque[int](), deque[int]()
@@ -149,8 +149,8 @@ class _Simulation:
                     waiting.append((wanted, process))
                 elif wanted is not None:
                     heapq.heappush(later, (wanted, next(numbers), process))
-                held, waiting = waiting, []
-                for reached, one in held:
+                blocked, waiting = waiting, []
+                for reached, one in blocked:
                     if reached():
                         ready.append(one)
                     else:
@@ -180,26 +180,26 @@ class _Simulation:
 
     def _complete(self, unit: int) -> None:
         self.events.append(MoveEvent("gradient", unit))
-        spare = [place for place in self._of_unit[unit] if self._moves[place].spare]
+        spare = [bucket for bucket in self._of_unit[unit] if self._moves[bucket].spare]
         if spare:
             self._ahead.append(deque(spare))
 
     def _decide(self) -> None:
         self.events.append(MoveEvent("decide", applies=True))
         self._ahead.clear()
-        for unit, places in enumerate(self._of_unit):
-            self._left[unit] = len(places)
-            for place in places:
-                (self._commits if place in self._stepped_ahead else self._final).append(place)
+        for unit, buckets in enumerate(self._of_unit):
+            self._left[unit] = len(buckets)
+            for bucket in buckets:
+                (self._commits if bucket in self._stepped_ahead else self._final).append(bucket)
 
     def _next(self) -> tuple[str, int]:
         if self._final:
             return "step", self._final.popleft()
-        place = self._ahead[-1].popleft()
+        bucket = self._ahead[-1].popleft()
         if not self._ahead[-1]:
             self._ahead.pop()
-        self._stepped_ahead[place] = False
-        return "ahead", place
+        self._stepped_ahead[bucket] = False
+        return "ahead", bucket
 
     def _thread(self) -> _Process:
         entered = deque[tuple[str, int, float]]()
@@ -208,43 +208,43 @@ class _Simulation:
             while not (entered or self._final or self._ahead):
                 yield lambda: bool(self._final or self._ahead)
             while len(entered) <= self._order.fetched and (self._final or self._ahead):
-                do, place = self._next()
-                entered.append((do, place, self._files("read", place)))
-                self._note(do, place)
-            do, place, read = entered.popleft()
+                do, bucket = self._next()
+                entered.append((do, bucket, self._files("read", bucket)))
+                self._note(do, bucket)
+            do, bucket, read = entered.popleft()
             # It may have been read long ago.
             yield max(read, self._now)
-            yield from self._bucket(do, place)
+            yield from self._bucket(do, bucket)
 
     def _publish(self) -> _Process:
         while True:
             yield lambda: bool(self._commits)
-            place = self._commits.popleft()
-            yield lambda place=place: self._stepped_ahead[place]  # type: ignore[misc]
-            self._note("commit", place)
-            if commit := self._moves[place].commit:
+            bucket = self._commits.popleft()
+            yield lambda bucket=bucket: self._stepped_ahead[bucket]  # type: ignore[misc]
+            self._note("commit", bucket)
+            if commit := self._moves[bucket].commit:
                 yield self._lanes.take("up", self._now, commit / self._rates.up)
-            del self._stepped_ahead[place]
-            self._left[self._moves[place].unit] -= 1
+            del self._stepped_ahead[bucket]
+            self._left[self._moves[bucket].unit] -= 1
 
-    def _bucket(self, do: str, place: int) -> _Process:
-        one, rates = self._moves[place], self._rates
-        there, back = ("up", "down") if one.on_device else ("down", "up")
+    def _bucket(self, do: str, bucket: int) -> _Process:
+        moves, rates = self._moves[bucket], self._rates
+        there, back = ("up", "down") if moves.on_device else ("down", "up")
         rate = {"up": rates.up, "down": rates.down}
-        yield self._lanes.take(there, self._now, one.there / rate[there])
-        yield self._lanes.take("step", self._now, one.elements / rates.step)
-        self._files("write", place)
-        yield self._lanes.take(back, self._now, (one.back_ahead if do == "ahead" else one.back) / rate[back])
+        yield self._lanes.take(there, self._now, moves.there / rate[there])
+        yield self._lanes.take("step", self._now, moves.elements / rates.step)
+        self._files("write", bucket)
+        yield self._lanes.take(back, self._now, (moves.back_ahead if do == "ahead" else moves.back) / rate[back])
         if do == "ahead":
-            self._stepped_ahead[place] = True
+            self._stepped_ahead[bucket] = True
         else:
-            self._left[one.unit] -= 1
+            self._left[moves.unit] -= 1
 
-    def _files(self, way: str, place: int) -> float:
+    def _files(self, way: str, bucket: int) -> float:
         """Return when all volumes have read or written their parts of a bucket."""
-        parts = enumerate(zip(self._moves[place].files, self._rates.files, strict=True))
+        parts = enumerate(zip(self._moves[bucket].files, self._rates.files, strict=True))
         ends = (self._lanes.take(f"{way} {volume}", self._now, count / rate) for volume, (count, rate) in parts)
         return max(ends, default=self._now)
 
-    def _note(self, do: str, place: int) -> None:
-        self.events.append(MoveEvent("ahead" if do == "ahead" else "step" if do == "step" else "commit", place))
+    def _note(self, do: str, bucket: int) -> None:
+        self.events.append(MoveEvent("ahead" if do == "ahead" else "step" if do == "step" else "commit", bucket))

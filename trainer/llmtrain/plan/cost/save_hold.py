@@ -101,10 +101,10 @@ def _states(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
             continue
         placement = plan.sharding.placements[unit.name]
         degrees, padded = placement.degrees, placement.padded(unit.numel)
-        place = grid.coordinate(rank, *placement.axes)
+        data_rank = grid.coordinate(rank, *placement.axes)
         own = unit.replicated_from if grid.coordinate(rank, Axis.TENSOR) else unit.numel
-        start, end = (min(one, own) for one in shard_range(placement.levels, place, degrees.optimizer, padded))
-        copies, copy = degrees.ranks // degrees.optimizer, place // degrees.optimizer
+        start, end = (min(one, own) for one in shard_range(placement.levels, data_rank, degrees.optimizer, padded))
+        copies, copy = degrees.ranks // degrees.optimizer, data_rank // degrees.optimizer
         first, last = even_share(end - start, copies, copy)
         leaves = max(first, min(last, offload.resident(unit.name, padded // degrees.optimizer)))
         states = 3 if placement.masters == "separate" else 2

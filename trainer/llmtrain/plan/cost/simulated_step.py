@@ -148,8 +148,8 @@ def _rates(plan: Plan, rank: int, moves: Sequence[Moves], found: dict[tuple[str,
     if by_device.elements:
         rates[-1] = _share(found.get((DEVICE, "read and written")), by_device.elements)
     paths = volume_paths(plan)
-    for place, path in enumerate(paths):
-        rates.append(_share(found.get((path, "read")), sum(one.files[place] for one in moves)))
+    for volume, path in enumerate(paths):
+        rates.append(_share(found.get((path, "read")), sum(one.files[volume] for one in moves)))
     if None in rates:
         return None
     down, up, step, *files = (one for one in rates if one is not None)

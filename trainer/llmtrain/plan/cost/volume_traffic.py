@@ -87,10 +87,10 @@ def _activations(plan: Plan, rank: int) -> Iterator[_Region]:
 
 
 def _moved(regions: Iterable[_Region], paths: Sequence[str], bandwidths: Sequence[float]) -> Moved:
-    held, read, written = list(regions), [0] * len(paths), [0] * len(paths)
-    by_region = striped([nbytes for nbytes, _, _ in held], bandwidths)
-    for (_, reads, writes), sizes in zip(held, by_region, strict=True):
+    region_list, read, written = list(regions), [0] * len(paths), [0] * len(paths)
+    by_region = striped([nbytes for nbytes, _, _ in region_list], bandwidths)
+    for (_, reads, writes), sizes in zip(region_list, by_region, strict=True):
         for volume, size in enumerate(sizes):
             read[volume] += reads * size
             written[volume] += writes * size
-    return dict(zip(paths, zip(read, written, strict=True), strict=True)) if held else {}
+    return dict(zip(paths, zip(read, written, strict=True), strict=True)) if region_list else {}

@@ -79,8 +79,8 @@ def _of_node(plan: Plan, cluster: Cluster, first: int, programs: ProgramsOf) -> 
     rates = {tier: rate for tier in plan.tiers if (rate := rate_from(cluster, tier, first)) is not None}
     if not rates:
         return
-    ranks, held = range(first, min(first + cluster.node.ranks, plan.grid.world)), roles(plan)
-    sent = {rank: _sent(plan, StepCalls(plan, rank, programs(_role_of(plan, held, rank).rank))) for rank in ranks}
+    ranks, every_role = range(first, min(first + cluster.node.ranks, plan.grid.world)), roles(plan)
+    sent = {rank: _sent(plan, StepCalls(plan, rank, programs(_role_of(plan, every_role, rank).rank))) for rank in ranks}
     for tier, rate in rates.items():
         by_rank = [sent[rank][tier.name] for rank in ranks]
         nbytes = max(by_rank) if tier.per == "rank" else sum(by_rank)
@@ -123,7 +123,9 @@ def _leaving(call: Call, inside: int) -> float:
     return call.traffic.sent * others / ((len(call.ranks) - 1) * sharing)
 
 
-def _role_of(plan: Plan, held: Sequence[Role], rank: int) -> Role:
-    """Return the role of a rank, one of `held`."""
-    place, sizes = plan.grid.coordinate(rank, Axis.PIPELINE), [unit.numel for unit in rank_units(plan, rank)]
-    return next(role for role in held if role.pipeline == place and [unit.numel for unit in role.units] == sizes)
+def _role_of(plan: Plan, every_role: Sequence[Role], rank: int) -> Role:
+    """Return the role of a rank, one of `every_role`."""
+    pipeline_rank, sizes = plan.grid.coordinate(rank, Axis.PIPELINE), [unit.numel for unit in rank_units(plan, rank)]
+    return next(
+        role for role in every_role if role.pipeline == pipeline_rank and [unit.numel for unit in role.units] == sizes
+    )

@@ -27,16 +27,16 @@ from llmtrain.plan.plan import Plan
 LOSS_BYTES = 4
 
 
-def unit_activations(plan: Plan, layout: StageLayout, unit: str, place: int | None = None) -> int:
+def unit_activations(plan: Plan, layout: StageLayout, unit: str, tensor_rank: int | None = None) -> int:
     """Return the bytes that a unit keeps for one microbatch after its forward pass.
 
-    With recomputation, the first block of a group keeps the group's input, and the others keep nothing. place: of the
-    rank along the tensor axis; None for the last one, which has the most rows of the vocabulary. The same holds for the
-    other functions. Raises ValueError if the stage does not have the unit.
+    With recomputation, the first block of a group keeps the group's input, and the others keep nothing. tensor_rank:
+    None for the last one, which has the most rows of the vocabulary. The same holds for the other functions.
+    Raises ValueError if the stage does not have the unit.
     """
     if unit not in layout.units:
         raise ValueError(f"stage {layout.stage} has no unit {unit}; it has {', '.join(layout.units)}")
-    sizes = Sizes.of(plan, place)
+    sizes = Sizes.of(plan, tensor_rank)
     if unit == "embedding":
         # A tied head keeps nothing of the embedding but its weights.
         return total(embedding_tensors(plan, sizes)) if layout.opens else 0
@@ -48,10 +48,10 @@ def unit_activations(plan: Plan, layout: StageLayout, unit: str, place: int | No
     return boundary_bytes(plan) + (plan.kernels.generator if plan.model.dropout else 0) if leads else 0
 
 
-def stage_activations(plan: Plan, layout: StageLayout, place: int | None = None) -> int:
+def stage_activations(plan: Plan, layout: StageLayout, tensor_rank: int | None = None) -> int:
     """Return the bytes that a stage keeps for one microbatch, its input included. Its output counts in the next stage:
     a rank that sends it keeps nothing of it."""
-    return sum(unit_activations(plan, layout, unit, place) for unit in layout.units)
+    return sum(unit_activations(plan, layout, unit, tensor_rank) for unit in layout.units)
 
 
 def recomputed_peak(plan: Plan, layout: StageLayout) -> int:
@@ -62,13 +62,13 @@ def recomputed_peak(plan: Plan, layout: StageLayout) -> int:
     return len(layout.groups[0]) * total(block_tensors(plan, Sizes.of(plan))) - boundary_bytes(plan)
 
 
-def deferred_bytes(plan: Plan, layout: StageLayout, place: int | None = None) -> int:
+def deferred_bytes(plan: Plan, layout: StageLayout, tensor_rank: int | None = None) -> int:
     """Return the bytes that a microbatch keeps between the backward pass of its inputs and that of its weights; 0 if
     the stage never runs them apart."""
     schedule = plan.pipeline.schedule
     if not schedule.splits_backward and (layout.opens or not schedule.hands_back):
         return 0
-    sizes = Sizes.of(plan, place)
+    sizes = Sizes.of(plan, tensor_rank)
     blocks = (layout.end - layout.first) * total(deferred_block_tensors(plan, sizes))
     return blocks + total(deferred_end_tensors(plan, sizes, layout.opens, layout.closes))
 
@@ -82,14 +82,14 @@ def live_activations(plan: Plan, rank: int) -> int:
     backward pass directly after the forward pass.
     """
     schedule, layouts = plan.pipeline.schedule, plan.stages_of(rank)
-    place = plan.grid.coordinate(rank, Axis.TENSOR)
-    kept = [stage_activations(plan, layout, place) for layout in layouts]
+    tensor_rank = plan.grid.coordinate(rank, Axis.TENSOR)
+    kept = [stage_activations(plan, layout, tensor_rank) for layout in layouts]
     if schedule.message_driven:
         most = 1 if layouts[0].closes else min(plan.pipeline.limit, schedule.microbatches)
         losses = LOSS_BYTES * (schedule.microbatches - most) if layouts[0].closes else 0
         return most * kept[0] + losses
     changes = {
-        (chunk, kind): _change(plan, layouts, chunk, kind, kept[chunk], place)
+        (chunk, kind): _change(plan, layouts, chunk, kind, kept[chunk], tensor_rank)
         for chunk in range(len(layouts))
         for kind in Kind
     }
@@ -108,15 +108,15 @@ def _moved(actions: Iterable[Action], left: Mapping[tuple[int, int], int], group
         yield moved * ((action.kind is Kind.B) - (action.kind is Kind.F))
 
 
-def _change(plan: Plan, layouts: tuple[StageLayout, ...], chunk: int, kind: Kind, kept: int, place: int) -> int:
+def _change(plan: Plan, layouts: tuple[StageLayout, ...], chunk: int, kind: Kind, kept: int, tensor_rank: int) -> int:
     """Return the bytes that an action adds to what its rank keeps. kept: `stage_activations` of the action's chunk."""
     layout, splits = layouts[chunk], plan.pipeline.schedule.splits_backward
-    deferred = deferred_bytes(plan, layout, place) if splits else 0
+    deferred = deferred_bytes(plan, layout, tensor_rank) if splits else 0
     if kind is Kind.W:
         return -deferred
     # Between two stages of one rank, an output or a gradient waits in memory for the other stage.
-    held = {other.stage for other in layouts}
-    boundary = boundary_bytes(plan) * ((layout.stage + 1 in held) - (layout.stage - 1 in held))
+    stages = {other.stage for other in layouts}
+    boundary = boundary_bytes(plan) * ((layout.stage + 1 in stages) - (layout.stage - 1 in stages))
     if kind is Kind.F:
         return kept + boundary
     return deferred - kept - boundary + (LOSS_BYTES if layout.closes else 0)

@@ -35,8 +35,8 @@ def copy_bytes(plan: Plan, role: Role) -> int:
         placement = plan.sharding.placements[unit.name]
         degrees, padded = placement.degrees, placement.padded(unit.numel)
         _, end = shard_range(placement.levels, 0, degrees.optimizer, padded)
-        held = min(end, unit.numel if first else unit.replicated_from)
-        elements += -(-held // (degrees.ranks // degrees.optimizer))
+        copied = min(end, unit.numel if first else unit.replicated_from)
+        elements += -(-copied // (degrees.ranks // degrees.optimizer))
     return STATE_BYTES * elements
 
 

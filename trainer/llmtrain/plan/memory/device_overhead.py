@@ -63,9 +63,9 @@ def overhead_of(device: Device) -> DeviceOverhead:
     return GPU if device == "cuda" else CPU
 
 
-def communicator_bytes(plan: Plan, pipeline: int, overhead: DeviceOverhead) -> int:
-    """Return the bytes of the communicators of a rank at a place along the pipeline axis."""
-    sizes, messages = group_sizes(plan, pipeline), message_groups(plan, pipeline)
+def communicator_bytes(plan: Plan, pipeline_rank: int, overhead: DeviceOverhead) -> int:
+    """Return the bytes of the communicators of a rank. pipeline_rank: its coordinate along the pipeline axis."""
+    sizes, messages = group_sizes(plan, pipeline_rank), message_groups(plan, pipeline_rank)
     communicators = sum(overhead.pair if size == 2 else overhead.group for size in sizes)
     communicators += messages * (overhead.message - overhead.pair)
-    return communicators + overhead.connection * connections(plan, pipeline)
+    return communicators + overhead.connection * connections(plan, pipeline_rank)

@@ -116,16 +116,16 @@ def memory_budget(plan: Plan, programs: ProgramsOf | None = None) -> Budget:
 
 def _mean_on_host(plan: Plan, bytes_of: Mapping[Role, int]) -> int:
     """Return the mean of the bytes of the host's memory that a node's ranks take, of the node where it is largest.
-    Ranks at one place of the pipeline count as the fullest of them. bytes_of: a rank's, by role."""
-    held = dict[int, int]()
+    Ranks with the same pipeline rank count as the fullest of them. bytes_of: a rank's, by role."""
+    by_pipeline_rank = dict[int, int]()
     for role, taken in bytes_of.items():
-        held[role.pipeline] = max(held.get(role.pipeline, 0), taken)
-    if plan.cluster is None or len(set(held.values())) == 1:
-        return max(held.values())
+        by_pipeline_rank[role.pipeline] = max(by_pipeline_rank.get(role.pipeline, 0), taken)
+    if plan.cluster is None or len(set(by_pipeline_rank.values())) == 1:
+        return max(by_pipeline_rank.values())
     ranks, sums = min(plan.cluster.node.ranks, plan.grid.world), Counter[int]()
-    for place, first in enumerate(plan.grid.group_of(0, Axis.PIPELINE)):
+    for pipeline_rank, first in enumerate(plan.grid.group_of(0, Axis.PIPELINE)):
         for other in plan.grid.group_of(0, Axis.DATA, Axis.TENSOR):
-            sums[(first + other) // ranks] += held[place]
+            sums[(first + other) // ranks] += by_pipeline_rank[pipeline_rank]
     return -(-max(sums.values()) // ranks)
 
 
@@ -135,8 +135,8 @@ def role_memory(plan: Plan, role: Role, programs: Programs) -> RoleMemory:
     host = host_memory(plan, role)
     buffers = _buffers(plan, role, programs) | {"offload_slots": offloaded.slots, "weights_ahead": offloaded.ahead}
     whole = _device_memory(plan, role, buffers)
-    held = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
-    return RoleMemory(role, *held, offloaded.files + activations.files, activations.moved)
+    device_and_host = ({**whole, **host}, {}) if plan.device == "cpu" else (whole, host)
+    return RoleMemory(role, *device_and_host, offloaded.files + activations.files, activations.moved)
 
 
 def host_memory(plan: Plan, role: Role) -> dict[str, int]:
@@ -197,11 +197,11 @@ def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
     group is computed again, with all microbatches that can be alive then."""
     live, gradient = live_activations(plan, role.rank), gradient_bytes(plan, role)
     yield {"activations": live, "temporaries": max(gradient, loss_bytes(plan, role))}
-    layouts, place = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
+    layouts, tensor_rank = plan.stages_of(role.rank), plan.grid.coordinate(role.rank, Axis.TENSOR)
     for layout in layouts:
-        ends = layout.closes and len(layouts) == 1 and not deferred_bytes(plan, layout, place)
+        ends = layout.closes and len(layouts) == 1 and not deferred_bytes(plan, layout, tensor_rank)
         # A backward pass of the head is over before that of the blocks, and leaves nothing for later.
-        gone = unit_activations(plan, layout, "head", place) if ends else 0
+        gone = unit_activations(plan, layout, "head", tensor_rank) if ends else 0
         yield {
             "activations": live + recomputed_peak(plan, layout) - gone,
             "temporaries": gradient + backward_bytes(plan),

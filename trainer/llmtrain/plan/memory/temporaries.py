@@ -22,10 +22,10 @@ def gradient_bytes(plan: Plan, role: Role) -> int:
     That of an embedding which is also the output matrix waits from the head's backward pass to the embedding's. After
     the last backward pass, some runs with tensor parallelism take the mean of all TP-replicated gradients in fp32.
     """
-    held = {unit.name: _held(unit, plan.device) for unit in role.units}
-    tied = plan.model.tie_embeddings and {"embedding", "head"} <= held.keys()
-    waiting = held.pop("embedding") if tied else 0
-    gradient = (waiting + max(held.values())) * plan.compute_bytes
+    elements = {unit.name: _waiting_elements(unit, plan.device) for unit in role.units}
+    tied = plan.model.tie_embeddings and {"embedding", "head"} <= elements.keys()
+    waiting = elements.pop("embedding") if tied else 0
+    gradient = (waiting + max(elements.values())) * plan.compute_bytes
     averaged = 0
     if plan.averages_replicas:
         averaged = 4 * sum(unit.replicated_numel for unit in role.units)
@@ -64,7 +64,7 @@ def loss_bytes(plan: Plan, role: Role) -> int:
     return given + matrix + summed + rows * width * element + max(made, product)
 
 
-def _held(unit: UnitSpec, device: Device) -> int:
+def _waiting_elements(unit: UnitSpec, device: Device) -> int:
     """Return the most elements of a unit's gradients that wait at the same time."""
     sizes = [end - start for _, start, end in unit.parameter_ranges]
     small = [size for size in sizes if device == "cuda" and kept(size)]

@@ -48,12 +48,12 @@ def volume_shares(plan: Plan) -> list[VolumeShare]:
     by_socket = _bandwidths_by_socket(plan, offload)
     sockets, total = _volume_sockets(plan, offload), sum(offload.bandwidths)
     ranks, found = _ranks_of_sockets(plan), []
-    for place, path in enumerate(offload.paths):
+    for volume, path in enumerate(offload.paths):
         far = 0.0
         if by_socket is not None:
-            others = (socket for socket in range(len(ranks)) if socket != sockets[place])
-            far = sum(by_socket[one][place] * ranks[one] / sum(ranks) for one in others if ranks[one])
-        found.append(VolumeShare(path, sockets[place], offload.bandwidths[place] / total, far))
+            others = (socket for socket in range(len(ranks)) if socket != sockets[volume])
+            far = sum(by_socket[one][volume] * ranks[one] / sum(ranks) for one in others if ranks[one])
+        found.append(VolumeShare(path, sockets[volume], offload.bandwidths[volume] / total, far))
     return found
 
 
@@ -81,14 +81,14 @@ def _bandwidths_by_socket(plan: Plan, files: Files) -> list[tuple[float, ...]] |
     # What is left of both goes to the other sockets, in proportion.
     left = sum(has) - sum(near)
 
-    def share(socket: int, place: int) -> float:
-        at = sockets[place]
+    def share(socket: int, volume: int) -> float:
+        at = sockets[volume]
         own = near[socket] if at == socket else 0.0
         far = (has[socket] - near[socket]) * (capacity[at] - near[at]) / left if left > 1e-12 else 0.0
-        return (own + far) / has[socket] * bandwidths[place] / total / capacity[at]
+        return (own + far) / has[socket] * bandwidths[volume] / total / capacity[at]
 
     return [
-        tuple(share(socket, place) if has[socket] else 0.0 for place in range(len(sockets)))
+        tuple(share(socket, volume) if has[socket] else 0.0 for volume in range(len(sockets)))
         for socket in range(len(ranks))
     ]
 

@@ -32,9 +32,9 @@ def rank_counts(plan: Plan, rank: int) -> ActivationCounts:
 
 def _schedule(plan: Plan, rank: int) -> tuple[tuple[Action, ...], tuple[int, ...], int]:
     """Return a rank's actions, the groups of its chunks, and the number of group inputs that stay."""
-    place = plan.grid.coordinate(rank, Axis.PIPELINE)
+    pipeline_rank = plan.grid.coordinate(rank, Axis.PIPELINE)
     groups = tuple(len(layout.groups) for layout in plan.stages_of(rank))
-    return plan.pipeline.schedule.actions[place], groups, plan.activation_offload.stay[place]
+    return plan.pipeline.schedule.actions[pipeline_rank], groups, plan.activation_offload.stay[pipeline_rank]
 
 
 # Several lines of a budget ask for the same counts.

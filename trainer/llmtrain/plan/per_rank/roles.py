@@ -13,11 +13,11 @@ from llmtrain.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks at one place along the pipeline axis that hold equally large slices of its units.
+    """Ranks with the same pipeline rank that hold equally large slices of the units of its stages.
 
     Data-parallel ranks are equal. Tensor-parallel ranks differ where their number does not divide the vocabulary. rank:
-    the first of the ranks. ranks: number of them. pipeline: their place along the pipeline axis. units: the units that
-    `rank` holds, in the order of the model.
+    the first of the ranks. ranks: number of them. pipeline: their pipeline rank. units: the units that `rank` holds, in
+    the order of the model.
     """
 
     rank: int
@@ -41,28 +41,30 @@ def roles_of(model: GPTConfig, grid: Layout, stages: Sequence[Sequence[StageLayo
     slices = _slices(model, grid.degree(Axis.TENSOR))
     first_of_pipeline, first_of_tensor = grid.group_of(0, Axis.PIPELINE), grid.group_of(0, Axis.TENSOR)
     found: list[Role] = []
-    for pipeline, held in enumerate(stages):
-        names = {name for stage in held for name in stage.units}
+    for pipeline_rank, stage_layouts in enumerate(stages):
+        names = {name for stage in stage_layouts for name in stage.units}
         by_size: dict[tuple[int, ...], Role] = {}
-        for place, count, units in slices:
+        for tensor_rank, count, units in slices:
             own = tuple(unit for unit in units if unit.name in names)
             sizes, ranks = tuple(unit.numel for unit in own), count * grid.degree(Axis.DATA)
             if sizes in by_size:
                 by_size[sizes] = replace(by_size[sizes], ranks=by_size[sizes].ranks + ranks)
             else:
-                by_size[sizes] = Role(first_of_pipeline[pipeline] + first_of_tensor[place], ranks, pipeline, own)
+                by_size[sizes] = Role(
+                    first_of_pipeline[pipeline_rank] + first_of_tensor[tensor_rank], ranks, pipeline_rank, own
+                )
         found += by_size.values()
     return found
 
 
 @lru_cache(maxsize=8)
 def _slices(model: GPTConfig, parts: int) -> list[tuple[int, int, tuple[UnitSpec, ...]]]:
-    """Return the slices that tensor-parallel ranks hold: (first place, number of places, units) for each size. Cached,
-    because all changes that may make a run fit ask for them."""
+    """Return the slices that tensor-parallel ranks hold: (the first of them, number of them, units) for each size.
+    Cached, because all changes that may make a run fit ask for them."""
     units = model_units(model)
     rows = sorted({tensor.shape[0] for unit in units for tensor in unit.tensors if tensor.split})
-    places: dict[tuple[int, ...], list[int]] = {}
-    for place in range(parts):
-        shares = (even_share(count, parts, place) for count in rows)
-        places.setdefault(tuple(end - start for start, end in shares), []).append(place)
-    return [(same[0], len(same), sliced_units(model, same[0], parts)) for same in places.values()]
+    by_size: dict[tuple[int, ...], list[int]] = {}
+    for tensor_rank in range(parts):
+        shares = (even_share(count, parts, tensor_rank) for count in rows)
+        by_size.setdefault(tuple(end - start for start, end in shares), []).append(tensor_rank)
+    return [(same[0], len(same), sliced_units(model, same[0], parts)) for same in by_size.values()]

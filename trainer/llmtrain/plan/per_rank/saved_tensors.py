@@ -51,11 +51,11 @@ class Sizes:
     vocab: int
 
     @classmethod
-    def of(cls, plan: Plan, place: int | None = None) -> "Sizes":
-        """Return the sizes of the rank at `place` along the tensor axis, by default the last one, which has the most
-        rows of the vocabulary."""
+    def of(cls, plan: Plan, tensor_rank: int | None = None) -> "Sizes":
+        """Return the sizes of the tensor-parallel rank `tensor_rank`, by default the last one, which has the most rows
+        of the vocabulary."""
         model, batch, ranks = plan.model, plan.batch, plan.grid.degree(Axis.TENSOR)
-        start, end = even_share(model.vocab, ranks, ranks - 1 if place is None else place)
+        start, end = even_share(model.vocab, ranks, ranks - 1 if tensor_rank is None else tensor_rank)
         ffn = model.ffn // ranks
         return cls(
             sequences=batch.microbatch,

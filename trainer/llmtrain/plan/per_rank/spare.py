@@ -41,7 +41,7 @@ def _complete_early(plan: Plan, rank: int, unit: UnitSpec, bucket: Bucket) -> bo
     if plan.averages_replicas:
         # The gradients of TP-replicated parameters, at the unit's end, are made equal at the end of the passes.
         padded = placement.padded(unit.numel)
-        place = plan.grid.coordinate(rank, *placement.axes)
-        start, _ = shard_range(placement.levels, place, placement.degrees.optimizer, padded)
+        data_rank = plan.grid.coordinate(rank, *placement.axes)
+        start, _ = shard_range(placement.levels, data_rank, placement.degrees.optimizer, padded)
         return start + bucket.end <= unit.replicated_from
     return True

@@ -97,16 +97,16 @@ def unit_states(
 
 
 def fits(
-    cluster: Cluster | None, held: Sequence[Role], compute_bytes: int, tensor: int
+    cluster: Cluster | None, every_role: Sequence[Role], compute_bytes: int, tensor: int
 ) -> Callable[[Sharding], bool] | None:
     """Return a function that decides whether model states, sharded in a given way, fit the accelerator's memory; None
-    if the description has no memory. held: every role of the ranks."""
+    if the description has no memory. every_role: those of all ranks."""
     memory = stated_memory(cluster)
     if memory is None:
         return None
     limit = STATES_SHARE * memory.size
     return lambda sharding: all(
-        state_bytes(role.units, sharding, compute_bytes, tensor).total <= limit for role in held
+        state_bytes(role.units, sharding, compute_bytes, tensor).total <= limit for role in every_role
     )
 
 

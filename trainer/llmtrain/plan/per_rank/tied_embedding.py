@@ -11,14 +11,18 @@ from llmtrain.plan.plan import Plan
 
 def tied_pairs(plan: Plan) -> list[tuple[int, ...]]:
     """Return all pairs of ranks that hold the two copies of a tied embedding, each in the order of the stages."""
-    places = _places(plan)
-    return [tuple(line[place] for place in places) for line in plan.grid.groups(Axis.PIPELINE)] if places else []
+    pipeline_ranks = _pipeline_ranks(plan)
+    return (
+        [tuple(line[pipeline_rank] for pipeline_rank in pipeline_ranks) for line in plan.grid.groups(Axis.PIPELINE)]
+        if pipeline_ranks
+        else []
+    )
 
 
 def tied_pair(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the pair of ranks that hold the two copies of a tied embedding, if `rank` is one of them."""
     line = plan.grid.group_of(rank, Axis.PIPELINE)
-    pair = tuple(line[place] for place in _places(plan))
+    pair = tuple(line[pipeline_rank] for pipeline_rank in _pipeline_ranks(plan))
     return pair if rank in pair else ()
 
 
@@ -27,9 +31,9 @@ def holds_second_copy(plan: Plan, rank: int) -> bool:
     return tied_pair(plan, rank)[1:] == (rank,)
 
 
-def _places(plan: Plan) -> tuple[int, ...]:
-    """Return the two places along the pipeline axis at which ranks hold a copy of a tied embedding; none if there is
-    only one copy, or if the embedding is not tied."""
+def _pipeline_ranks(plan: Plan) -> tuple[int, ...]:
+    """Return the two pipeline ranks that hold a copy of a tied embedding; none if there is only one copy, or if the
+    embedding is not tied."""
     schedule = plan.pipeline.schedule
     first, last = (schedule.rank_and_chunk(stage)[0] for stage in (0, schedule.stages - 1))
     return (first, last) if plan.model.tie_embeddings and first != last else ()

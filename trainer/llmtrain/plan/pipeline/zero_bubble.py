@@ -87,7 +87,7 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
     """Add weight backward passes where a rank waits, and where it holds `limit` activations."""
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     waiting = [deque[Action]() for _ in range(schedule.ranks)]
-    at, held = [0] * schedule.ranks, [0] * schedule.ranks
+    at, live = [0] * schedule.ranks, [0] * schedule.ranks
     # When each stage ends each of its passes.
     ended = {
         (kind, stage): [inf] * schedule.microbatches for kind in (Kind.F, Kind.B) for stage in range(schedule.stages)
@@ -99,7 +99,7 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
         # The body runs for each action of each rank.
         for rank, order in enumerate(schedule.actions):
             action = order[at[rank]] if at[rank] < len(order) else None
-            if action is not None and action.kind is forward and held[rank] == limit:
+            if action is not None and action.kind is forward and live[rank] == limit:
                 action = None
             if action is not None:
                 microbatch, chunk, kind = action
@@ -112,12 +112,12 @@ def _fill(schedule: Schedule, limit: int) -> Schedule:
                 at[rank] += 1
                 ends[microbatch] = now + 1
                 if kind is forward:
-                    held[rank] += 1
+                    live[rank] += 1
                 elif kind is backward:
                     waiting[rank].append(Action(microbatch, chunk, of_weights))
             elif waiting[rank]:
                 action = waiting[rank].popleft()
-                held[rank] -= 1
+                live[rank] -= 1
             else:
                 continue
             orders[rank].append(action)

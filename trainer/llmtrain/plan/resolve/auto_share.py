@@ -30,13 +30,13 @@ def least_share(plan: Plan) -> float:
     if surely_exceeds(plan):
         return 1.0
     # What is gathered, and when, does not depend on where optimizer states rest.
-    programs, held = programs_of(plan), roles(plan)
+    programs, every_role = programs_of(plan), roles(plan)
     budget = memory_budget(plan, programs)
     if budget.limit is None or budget.excess:
         return 1.0
 
     def fits(step: int) -> bool:
-        other = replace(plan, sharding=with_share(plan.sharding, held, step / STEPS))
+        other = replace(plan, sharding=with_share(plan.sharding, every_role, step / STEPS))
         return not memory_budget(other, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS

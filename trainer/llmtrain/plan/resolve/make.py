@@ -124,18 +124,18 @@ def _plan(recipe: Recipe, facts: Facts) -> Plan:
     # In fp32 both are the same.
     precision = recipe.precision if compute != "fp32" else replace(recipe.precision, gradients="fp32", reduce="compute")
     pipeline = _pipeline(recipe, model, batch, grid, facts)
-    held, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
+    every_role, tensor = roles_of(model, grid, pipeline.stages), grid.degree(Axis.TENSOR)
     registered = recipe.zero.registered and facts.device != "cpu" and grid.degree(Axis.DATA) > 1
     volumes = facts.cluster.node.nvme if facts.cluster else ()
     offload = Offload.of(offload_of(recipe, facts.device, compute), backend, volumes, facts.device)
-    fitting = fits(facts.cluster, held, COMPUTE_BYTES[compute], tensor)
+    fitting = fits(facts.cluster, every_role, COMPUTE_BYTES[compute], tensor)
 
     def sharding(zero: ZeroSettings) -> Sharding:
         placement = _placement(zero, grid, links, compute, precision, backend)
         placement = offloaded_placement(placement, offload, COMPUTE_BYTES[compute], facts.device, zero.quantization.any)
         made = _sharding(zero, placement, model, offload, pipeline.schedule.ranks)
         made = replace(made, registered=registered)
-        return with_share(made, held, offload.share) if offload.share else made
+        return with_share(made, every_role, offload.share) if offload.share else made
 
     zero = zero_settings(
         recipe,
@@ -263,9 +263,9 @@ def _with_hand_back(pipeline: Pipeline, recipe: Recipe, opaque: bool, degrees: D
     # Recomputed activations and gathered weights would have to stay until the weights' gradients are computed, and
     # torch.compile does not see through it. Where ranks share the sequence, a waiting input is gathered once more: in
     # most passes of GPipe, and with message-driven in passes that arriving messages choose.
-    held = opaque or degrees.weights > 1 or recipe.offload.parameters != "none"
+    prevented = opaque or degrees.weights > 1 or recipe.offload.parameters != "none"
     gathers_again = recipe.parallel.sequence and pipeline.name in ("gpipe", "message-driven")
-    hands_back = pipeline.schedule.ranks > 1 and not held and not gathers_again
+    hands_back = pipeline.schedule.ranks > 1 and not prevented and not gathers_again
     return replace(pipeline, schedule=replace(pipeline.schedule, hands_back=hands_back))
 
 

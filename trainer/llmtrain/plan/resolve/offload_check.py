@@ -110,8 +110,8 @@ def _shared(key: str, paths: Sequence[str]) -> Iterator[str]:
 
 def _file_system(path: Path) -> str | None:
     """Return the kind of the file system that a folder is on; None if the system does not say."""
-    held = os.stat(path).st_dev
-    numbers = f"{os.major(held)}:{os.minor(held)}"
+    device = os.stat(path).st_dev
+    numbers = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:
             before, _, after = line.partition(" - ")

@@ -43,52 +43,52 @@ def gradient_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
     for place, issue in program_issues(program):
         if not isinstance(issue, Reduce) or issue.offset is None or issue.unit not in spec.padded:
             continue
-        held = issue.offset, issue.offset + spec.padded[issue.unit]
-        if held[0] < 0 or held[1] > program.gradients:
+        range_ = issue.offset, issue.offset + spec.padded[issue.unit]
+        if range_[0] < 0 or range_[1] > program.gradients:
             yield (
-                f"{place}: the gradients of {issue.unit} take {_said(held)}, outside of their pool of "
+                f"{place}: the gradients of {issue.unit} take {_text(range_)}, outside of their pool of "
                 f"{program.gradients} elements"
             )
-        if before is not None and not spec.sums_runs and ranges_overlap(held, before[1]):
+        if before is not None and not spec.sums_runs and ranges_overlap(range_, before[1]):
             yield (
-                f"{place}: the gradients of {issue.unit} take {_said(held)}, which overlap those of {before[0]} "
-                f"({_said(before[1])}), the reduction right before"
+                f"{place}: the gradients of {issue.unit} take {_text(range_)}, which overlap those of {before[0]} "
+                f"({_text(before[1])}), the reduction right before"
             )
-        before = issue.unit, held
+        before = issue.unit, range_
 
 
 def _run_problems(spec: ProgramSpec, program: Program) -> Iterator[str]:
     """Yield the problems of buffers that hold sums over runs of passes: those of a run lie beside each other, and
     beside those that the run before reduced last."""
-    reducing, held = dict[str, int](), dict[str, int]()
+    reducing, offsets = dict[str, int](), dict[str, int]()
     for one in program.passes:
         place, buffered = ProgramPlace(one.action), [passed for passed in one.backward if passed.offset is not None]
         for passed in buffered:
-            if passed.unit in held and held[passed.unit] != passed.offset:
+            if passed.unit in offsets and offsets[passed.unit] != passed.offset:
                 yield f"{place}: the gradients of {passed.unit} are not added to those of its pass before"
-        held |= {passed.unit: passed.offset for passed in buffered if passed.offset is not None}
-        taken = {**reducing, **held}
+        offsets |= {passed.unit: passed.offset for passed in buffered if passed.offset is not None}
+        taken = {**reducing, **offsets}
         for unit in (passed.unit for passed in buffered if passed.begins_run):
             for other in taken:
                 ranges = [(taken[name], taken[name] + spec.padded[name]) for name in (unit, other)]
                 if unit != other and ranges_overlap(*ranges):
-                    yield f"{place}: the gradients of {unit} take {_said(ranges[0])}, which overlap those of {other}"
+                    yield f"{place}: the gradients of {unit} take {_text(ranges[0])}, which overlap those of {other}"
         for unit, issue in one.reduces.items():
-            if issue.offset is not None and issue.offset != held.get(unit):
+            if issue.offset is not None and issue.offset != offsets.get(unit):
                 yield f"{place}: the reduction of {unit} is not of the buffer that has its gradients"
-        if one.reduces and held:
-            reducing, held = held, {}
+        if one.reduces and offsets:
+            reducing, offsets = offsets, {}
 
 
 @dataclass
 class _Weights:
-    """The gathered weights at a place of a program. elements: size of the buffer pool. held: by unit, its last gather
-    and where it was issued. busy: units in use. used: units that were used before. filled: units whose secondary copy
-    is filled."""
+    """The gathered weights at a place of a program. elements: size of the buffer pool. gathered: by unit, its last
+    gather and where it was issued. busy: units in use. used: units that were used before. filled: units whose secondary
+    copy is filled."""
 
     spec: ProgramSpec
     elements: int
-    held: dict[str, tuple[Gather, ProgramPlace]] = field(default_factory=dict)
+    gathered: dict[str, tuple[Gather, ProgramPlace]] = field(default_factory=dict)
     busy: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
@@ -111,11 +111,11 @@ class _Weights:
         if unit in self.busy:
             yield f"{place}: {unit} is in use already"
         self.busy.add(unit)
-        if unit not in self.held:
+        if unit not in self.gathered:
             yield f"{place}: {unit} is used, but it is not gathered"
         elif self.spec.rounded and unit in self.spec.degrees:
             expected = unit in self.used and serves_secondary(self.spec, unit, action.kind)
-            gather, origin = self.held[unit]
+            gather, origin = self.gathered[unit]
             if gather.secondary != expected:
                 yield (
                     f"{place}: {unit} is used as gathered from {_source(gather.secondary)} ({origin}), but this use "
@@ -131,25 +131,25 @@ class _Weights:
 
     def end(self) -> Iterator[str]:
         """Follow the end of the program."""
-        for unit, (_, origin) in self.held.items():
+        for unit, (_, origin) in self.gathered.items():
             yield f"{origin}: {unit} is gathered here, and still gathered at the end of the program"
         for unit in sorted(self.busy):
             yield f"{unit} is still in use at the end of the program"
 
     def _gather(self, place: ProgramPlace, gather: Gather) -> Iterator[str]:
         unit, own = gather.unit, self._range(gather)
-        if unit in self.held:
-            yield f"{place}: {unit} is gathered already, since {self.held[unit][1]}"
+        if unit in self.gathered:
+            yield f"{place}: {unit} is gathered already, since {self.gathered[unit][1]}"
         if own[0] < 0 or own[1] > self.elements:
-            yield (f"{place}: the buffer of {unit} takes {_said(own)}, outside of the pool of {self.elements} elements")
-        for other, (held, _) in self.held.items():
-            if other != unit and ranges_overlap(own, self._range(held)):
+            yield (f"{place}: the buffer of {unit} takes {_text(own)}, outside of the pool of {self.elements} elements")
+        for other, (other_gather, _) in self.gathered.items():
+            if other != unit and ranges_overlap(own, self._range(other_gather)):
                 yield (
-                    f"{place}: the buffer of {unit} takes {_said(own)}, which overlap that of {other} "
-                    f"({_said(self._range(held))})"
+                    f"{place}: the buffer of {unit} takes {_text(own)}, which overlap that of {other} "
+                    f"({_text(self._range(other_gather))})"
                 )
         yield from self._secondary(place, gather)
-        self.held[unit] = gather, place
+        self.gathered[unit] = gather, place
 
     def _secondary(self, place: ProgramPlace, gather: Gather) -> Iterator[str]:
         unit = gather.unit
@@ -169,15 +169,15 @@ class _Weights:
     def _drop(self, place: ProgramPlace, drop: Drop) -> Iterator[str]:
         if drop.unit in self.busy:
             yield f"{place}: {drop.unit} is dropped while it is in use"
-        if self.held.pop(drop.unit, None) is None:
+        if self.gathered.pop(drop.unit, None) is None:
             yield f"{place}: {drop.unit} is dropped, but it is not gathered"
 
     def _range(self, gather: Gather) -> tuple[int, int]:
         return gather.offset, gather.offset + self.spec.padded[gather.unit]
 
 
-def _said(held: tuple[int, int]) -> str:
-    return f"elements {held[0]} to {held[1]}"
+def _text(range_: tuple[int, int]) -> str:
+    return f"elements {range_[0]} to {range_[1]}"
 
 
 def _source(secondary: bool) -> str:

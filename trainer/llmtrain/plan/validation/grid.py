@@ -20,7 +20,7 @@ Started = tuple[Transfer, ProgramPlace]
 
 @dataclass(frozen=True, eq=False)
 class RankPart:
-    """What the programs of the data-parallel ranks at one place of the pipeline and tensor axes depend on. units: how
+    """What the programs of the data-parallel ranks with one pipeline rank and tensor rank depend on. units: how
     each unit is gathered and reduced, in the order of the updates. groups: ranks of each group of sums over replicas.
     evaluates: whether the programs are those of an evaluation, after which nothing is updated."""
 
@@ -96,11 +96,11 @@ class RankPrograms:
 
     @cached_property
     def parts(self) -> Mapping[tuple[int, int], RankPart]:
-        """By place along the pipeline and the tensor axis."""
+        """By pipeline rank and tensor rank."""
         found = {}
         for rank in range(self.plan.grid.world):
-            if self.place(rank) not in found:
-                found[self.place(rank)] = self._part(rank)
+            if self.coordinates(rank) not in found:
+                found[self.coordinates(rank)] = self._part(rank)
         return found
 
     def _part(self, rank: int) -> RankPart:
@@ -111,14 +111,14 @@ class RankPrograms:
         sizes = {name: len(members) for name, members in replica_groups(self.plan, rank).items()}
         return RankPart(spec, units, sizes, self.groups is not None)
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """Return the place of a rank along the pipeline and the tensor axis."""
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return the pipeline rank and the tensor rank of a rank of the run."""
         grid = self.plan.grid
         return grid.coordinate(rank, Axis.PIPELINE), grid.coordinate(rank, Axis.TENSOR)
 
     def part(self, rank: int) -> RankPart:
         """Return the part of a rank."""
-        return self.parts[self.place(rank)]
+        return self.parts[self.coordinates(rank)]
 
     def members(self, rank: int, lane: Lane, unit: str) -> tuple[int, ...]:
         """Return the ranks of a lane's group that `rank` is in. unit: one that is sent on the lane."""
@@ -145,16 +145,16 @@ def evaluation_programs(plan: Plan, groups: Sequence[int]) -> dict[int, Program]
 
 def _programs(plan: Plan, of: Callable[[Programs], Program]) -> dict[int, Program]:
     made: dict[tuple[object, ...], Program] = {}
-    by_place: dict[tuple[int, int], Program] = {}
+    by_coordinates: dict[tuple[int, int], Program] = {}
     programs: dict[int, Program] = {}
     for rank in range(plan.grid.world):
-        place = plan.grid.coordinate(rank, Axis.PIPELINE), plan.grid.coordinate(rank, Axis.TENSOR)
-        if place not in by_place:
+        coordinates = plan.grid.coordinate(rank, Axis.PIPELINE), plan.grid.coordinate(rank, Axis.TENSOR)
+        if coordinates not in by_coordinates:
             spec = ProgramSpec.of(plan, rank)
             # Tensor-parallel ranks differ in the sizes of their units at most.
-            key = (place[0], *spec.padded.items())
+            key = (coordinates[0], *spec.padded.items())
             if key not in made:
                 made[key] = of(Programs(spec))
-            by_place[place] = made[key]
-        programs[rank] = by_place[place]
+            by_coordinates[coordinates] = made[key]
+        programs[rank] = by_coordinates[coordinates]
     return programs

@@ -95,10 +95,10 @@ class InFlightCollectives:
             self._gathered[gather.unit] = self._begin(self._gathers, [job])[-1]
 
     def _reduce(self, place: ProgramPlace, reduce: Reduce) -> Iterator[ProgramWait]:
-        held = (0, 0)
+        range_ = (0, 0)
         if reduce.offset is not None:
-            held = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
-            while any(ranges_overlap(held, other) for _, other in self._buffers):
+            range_ = reduce.offset, reduce.offset + self._part.spec.padded.get(reduce.unit, 0)
+            while any(ranges_overlap(range_, other) for _, other in self._buffers):
                 yield from self._wait(place, self._buffers.popleft()[0])
         # The sum over tensor-parallel ranks comes first. The buffer is free once the first hop after it has ended.
         sums = list(self._part.partial(reduce))
@@ -106,7 +106,7 @@ class InFlightCollectives:
         if transfers:
             jobs = self._start(self._reductions, transfers, ())
             if reduce.offset is not None:
-                self._buffers.append((jobs[min(len(sums), len(jobs) - 1)], held))
+                self._buffers.append((jobs[min(len(sums), len(jobs) - 1)], range_))
 
     def _start(
         self, slots: deque[LaneJob | None], transfers: Iterable[Transfer], after: tuple[LaneJob, ...]

@@ -35,8 +35,8 @@ def _drop_problems(program: Program, action: Action, place: ProgramPlace, drop: 
     """Yield the first pass that may run after a drop and uses the unit, unless the first forward pass gathers the unit
     again."""
     first = program.passes[0]
-    held = [isinstance(issue, Gather) for _, issue in pass_issues(first) if issue.unit == drop.unit]
-    if action == first.action and held[-1]:
+    gathers = [isinstance(issue, Gather) for _, issue in pass_issues(first) if issue.unit == drop.unit]
+    if action == first.action and gathers[-1]:
         return
     for other in program.passes:
         uses = any((point.at, point.unit) == (At.USE, drop.unit) for point in other.points)

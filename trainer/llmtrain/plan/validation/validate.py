@@ -42,7 +42,7 @@ def program_problems(plan: Plan, programs: Mapping[int, Program], groups: Sequen
 def _rank_problems(ranks: RankPrograms) -> Iterator[str]:
     by_key: dict[tuple[object, ...], list[int]] = {}
     for rank, program in ranks.programs.items():
-        key = (id(program), ranks.place(rank)[0], *ranks.part(rank).spec.padded.items())
+        key = (id(program), ranks.coordinates(rank)[0], *ranks.part(rank).spec.padded.items())
         by_key.setdefault(key, []).append(rank)
     for same in by_key.values():
         yield from (f"{_named(same)}, {text}" for text in _problems(ranks.part(same[0]), ranks.programs[same[0]]))

@@ -98,7 +98,7 @@ def _axis(cluster: Cluster | None, tiers: Sequence[Tier], layout: Layout, axis: 
 
 
 def _lies(cluster: Cluster | None, tiers: Sequence[Tier], group: Sequence[int]) -> str:
-    """Return the smallest place that has all ranks of the group."""
+    """Return the smallest part of the cluster that has all ranks of the group."""
     if len(group) == 1:
         return "alone"
     within = next(tier for tier in tiers if tier.group(group[0]) == tier.group(group[-1]))
@@ -125,11 +125,11 @@ def _clusters(cluster: Cluster, world: int) -> Iterator[Described]:
 
 
 def _rows(found: Described) -> Iterator[Sequence[Any]]:
-    """Yield one row for all groups of an axis that have the same place and card."""
+    """Yield one row for all groups of an axis that lie in the same part of the cluster and have the same card."""
     for axis, shown in found["axes"].items():
-        places = [(each["lies"], _cards([each["card"]] if each["card"] else [])) for each in shown["groups"]]
-        for (lies, card), count in Counter(places).items():
-            first = shown["groups"][places.index((lies, card))]["ranks"]
+        kinds = [(each["lies"], _cards([each["card"]] if each["card"] else [])) for each in shown["groups"]]
+        for (lies, card), count in Counter(kinds).items():
+            first = shown["groups"][kinds.index((lies, card))]["ranks"]
             yield axis, shown["degree"], count, lies, card, _few(first)
 
 

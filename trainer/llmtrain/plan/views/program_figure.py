@@ -24,19 +24,19 @@ _COLORS: Mapping[str, str] = MappingProxyType(
     }
 )
 # In inches: the width of an instruction, and the widest image that viewers open.
-_PLACE, _WIDEST = 0.22, 30.0
-_MOST_PLACES = int(_WIDEST / _PLACE)
+_POSITION, _WIDEST = 0.22, 30.0
+_MOST_POSITIONS = int(_WIDEST / _POSITION)
 
 
 def program_figure(ordered: InOrder) -> bytes:
     """Draw a rank's instructions in the order in which it issues them, and return it as a PNG. A long program shows its
     beginning."""
     every = ordered.bars()
-    places = max(bar.end for bar in every)
-    bars = [bar for bar in every if bar.start < _MOST_PLACES]
+    positions = max(bar.end for bar in every)
+    bars = [bar for bar in every if bar.start < _MOST_POSITIONS]
     shown = max(bar.end for bar in bars)
     lanes = [COMPUTE, *sorted({bar.lane for bar in bars} - {COMPUTE})]
-    width = max(shown * _PLACE + 3, 8.0)
+    width = max(shown * _POSITION + 3, 8.0)
     figure = Figure(figsize=(width, 1.6 + 0.4 * len(lanes)), dpi=100, facecolor="white", layout="constrained")
     axes = figure.subplots()
     _draw(axes, bars, lanes)
@@ -46,7 +46,7 @@ def program_figure(ordered: InOrder) -> bytes:
     axes.set_xlabel("order of the instructions, not time")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    part = "" if shown == places else f": the first {shown:,} of {places:,} instructions"
+    part = "" if shown == positions else f": the first {shown:,} of {positions:,} instructions"
     axes.set_title(f"{ordered.plan.name}, step of rank {ordered.rank}{part}", loc="left", fontsize=10)
     used = {bar.purpose for bar in bars}
     handles = [Patch(color=color, label=name) for name, color in _COLORS.items() if name in used]

@@ -90,7 +90,7 @@ def parts(view: PlanView) -> Iterator[Table | str]:
         yield ""
         yield table(*_traffic_table(view.traffic))
     yield ""
-    yield table((), [*_times(view), *(("auto" if not place else "", line) for place, line in enumerate(view.auto))])
+    yield table((), [*_times(view), *(("auto" if not index else "", line) for index, line in enumerate(view.auto))])
     yield from view.advice
 
 
@@ -162,11 +162,11 @@ def _sizes(row: RoleMemory) -> tuple[int, ...]:
 def _group(plan: Plan, rows: Sequence[RoleMemory], fullest: RoleMemory) -> Sequence[object]:
     first, last = rows[0], rows[-1]
     states = first.model_states
-    places = sorted({first.role.pipeline, last.role.pipeline})
+    pipeline_ranks = sorted({first.role.pipeline, last.role.pipeline})
     return (
         f"{sum(row.role.ranks for row in rows):,}",
         first.role.rank,
-        "-".join(map(str, places)),
+        "-".join(map(str, pipeline_ranks)),
         layers_of(plan, first),
         units.number(first.role.parameters),
         units.size(states),
