@@ -14,7 +14,7 @@ class Axis(Enum):
     DATA = "data"
     TENSOR = "tensor"
 
-    # Members are unique. Enum's own hash, of the name, is slow, and plans ask for the places of many ranks.
+    # Members are unique. Enum's own hash, of the name, is slow, and plans ask for the coordinates of many ranks.
     __hash__ = object.__hash__
 
 
@@ -44,8 +44,8 @@ class Layout:
         return coordinate
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Every group of ranks that differ only in their coordinate along the product of `axes`, in the order of that
-        place."""
+        """Every group of ranks that differ only in their coordinate along the product of `axes`, in the order of
+        that coordinate."""
         others = [axis for axis in self.degrees if axis not in axes]
         members = self._ranks_along(axes)
         return [[first + member for member in members] for first in self._ranks_along(others)]

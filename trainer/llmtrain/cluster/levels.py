@@ -29,8 +29,8 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Level:
-    """One digit of a rank: `radix` ranks, `stride` apart. tier: the slowest tier between them, of those along
-    the axis."""
+    """One digit of a rank: `radix` ranks, `stride` apart. tier: the slowest tier between them, of those along the
+    axis."""
 
     stride: int
     radix: int

@@ -134,8 +134,8 @@ def reduce_to_optimizer_shard(
 
 
 def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
-    """Return the collectives that sum one microbatch's gradients, of `dtype`, into the gradient shards, and after
-    the last one their sum."""
+    """Return the collectives that sum one microbatch's gradients, of `dtype`, into the gradient shards, and after the
+    last one their sum."""
     hops, sizes = unit.hops.reduce(1, unit.degrees.gradients), ((unit.wire or dtype).itemsize, _sum_bytes(unit))
     first = reduce_traffic("gradients", hops, unit.ranges.padded, sizes, packing)
     return first + (last_traffic(unit, packing) if issue.last else [])

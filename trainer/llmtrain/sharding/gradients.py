@@ -234,7 +234,7 @@ class GradientReducer:
         return last and name not in self._reductions and name not in groups.tied and groups.partial is None
 
     def _new_buffer(self, name: str) -> Tensor:
-        """Return the buffer of a unit's gradients that this pass opens, once no other reduction reads its place."""
+        """Return the buffer of a unit's gradients that this pass opens, once no other reduction reads there."""
         offset = next(one.offset for one in self._pass.backward if one.unit == name)
         size = self._units[name].ranges.padded
         assert offset is not None

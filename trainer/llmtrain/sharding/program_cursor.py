@@ -5,11 +5,12 @@ from llmtrain.plan.program.instructions import At, Issue, Pass, Program
 
 
 class ProgramCursor:
-    """The place in a program that a rank has reached."""
+    """How far a rank is in its program."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._left = program, len(program.passes)
         self._pass: Pass | None = None
+        # Points of the pass that were reached.
         self._reached = 0
 
     def begin(self, action: Action) -> Pass:

@@ -73,7 +73,7 @@ def hf_ranges(folder: Path, config: GPTConfig, wanted: Mapping[str, tuple[int, i
 
 
 def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
-    """Return the place of each tensor of the layout, by its name there, after checking all of them."""
+    """Return where each tensor of the layout is stored, by its name there, after checking all of them."""
     in_files = _in_files(folder)
     layout = hf_layout(config)
     found = {tensor.name: _find(tensor.name, in_files, folder) for tensor in layout}
@@ -138,7 +138,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _find(name: str, in_files: dict[str, _Stored], folder: Path) -> _Stored:
-    """Return the tensor's place. Raises BadInputError if the folder lacks the tensor."""
+    """Return where the tensor is stored. Raises BadInputError if the folder lacks the tensor."""
     candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
     for candidate in candidates:
         if candidate in in_files:

@@ -39,10 +39,10 @@ class Pending:
 class TensorMesh:
     """The tensor-parallel ranks, which shard every layer's matrices, from the view of one of them.
 
-    tensor_rank: this rank among `degree`. collectives: of these ranks, in their order; None for
-    one rank. sequence: whether they shard the tokens outside of matrix products (sequence parallelism, Korthikanti et
-    al. 2022, section 4.2.2). A rank then holds `[batch, sequence / degree, ...]` of `[batch, sequence, ...]`. count:
-    called for each collective. activity: records the time spent waiting.
+    tensor_rank: this rank among `degree`. collectives: of these ranks, in their order; None for one rank. sequence:
+    whether they shard the tokens outside of matrix products (sequence parallelism, Korthikanti et al. 2022, section
+    4.2.2). A rank then holds `[batch, sequence / degree, ...]` of `[batch, sequence, ...]`. count: called for each
+    collective. activity: records the time spent waiting.
 
     Gathered tokens come rank by rank, `[degree * batch, sequence / degree, ...]`. Matrix products and nonlinearities
     take tokens in any order, so only attention needs them in the order of the sequence.
