@@ -140,8 +140,8 @@ def _model_units(config: GPTConfig) -> tuple[UnitSpec, ...]:
 
 @lru_cache(maxsize=64)
 def sliced_units(config: GPTConfig, tensor_rank: int, parts: int) -> tuple[UnitSpec, ...]:
-    """Return the parts of the model's units that tensor-parallel rank `tensor_rank` of `parts` holds. Cached, because plans
-    ask for them for many ranks."""
+    """Return the parts of the model's units that tensor-parallel rank `tensor_rank` of `parts` holds. Cached, because
+    plans ask for them for many ranks."""
     return tuple(unit.slice(tensor_rank, parts) for unit in _model_units(config))
 
 
