@@ -57,8 +57,8 @@ def distance_ratio(train: Source, valid: Source) -> float | None:
         [train.beginning(int(first) + group, LONGEST) for first in np.linspace(0, train.documents - GROUPS, size)]
         for group in range(GROUPS)
     ]
-    places = np.linspace(0, valid.documents - 1, size)
-    validation = [valid.beginning(int(place), LONGEST) for place in places]
+    positions = np.linspace(0, valid.documents - 1, size)
+    validation = [valid.beginning(int(position), LONGEST) for position in positions]
     width = 1 + max(int(document.max(initial=0)) for group in (*groups, validation) for document in group)
     counts = np.array([_counts(group, width) for group in groups])
     total = counts.sum(0)

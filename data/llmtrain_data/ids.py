@@ -13,10 +13,10 @@ def check_ids(data: IndexedData, first: int, tokens: np.ndarray, vocab: int) -> 
     """Raise DataError if one of `tokens` is not in 0 to `vocab` - 1. first: position of `tokens` in `data`."""
     if len(tokens) == 0 or (tokens.min() >= 0 and tokens.max() < vocab):
         return
-    place = int(((tokens < 0) | (tokens >= vocab)).argmax())
-    number = data.document_of(first + place)
+    index = int(((tokens < 0) | (tokens >= vocab)).argmax())
+    number = data.document_of(first + index)
     raise DataError(
-        f"{data.prefix}.bin holds id {tokens[place]} at token {first + place - data.token_offset(number)} of document "
+        f"{data.prefix}.bin holds id {tokens[index]} at token {first + index - data.token_offset(number)} of document "
         f"{number}; expected 0 to {vocab - 1}, the ids of the vocabulary (model.vocab, or the tokenizer's), so prepare "
         "the data with the matching tokenizer"
     )

@@ -131,8 +131,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     headings; empty for a table without a header."""
     cells = [[printable(cell) for cell in row] for row in rows]
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=bool(columns))
-    for place, name in enumerate(columns):
-        right = cells and all(_QUANTITY.fullmatch(row[place]) for row in cells)
+    for index, name in enumerate(columns):
+        right = cells and all(_QUANTITY.fullmatch(row[index]) for row in cells)
         found.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in cells:
         found.add_row(*row)

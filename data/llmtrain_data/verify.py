@@ -71,15 +71,15 @@ class _Found:
     """Collects damaged ranges, merges adjacent ones, and keeps at most LISTED."""
 
     def __init__(self) -> None:
-        self.places, self.bytes, self.blocks = list[Damage](), 0, 0
+        self.damaged, self.bytes, self.blocks = list[Damage](), 0, 0
 
     def add(self, path: Path, first: int, last: int) -> None:
         self.bytes += last - first
-        before = self.places[-1] if self.places else None
+        before = self.damaged[-1] if self.damaged else None
         if before and (before.file, before.last) == (str(path), first):
-            self.places[-1] = Damage(str(path), before.first, last)
-        elif len(self.places) < LISTED:
-            self.places.append(Damage(str(path), first, last))
+            self.damaged[-1] = Damage(str(path), before.first, last)
+        elif len(self.damaged) < LISTED:
+            self.damaged.append(Damage(str(path), first, last))
 
 
 def verify(prefix: Path) -> Verification:
@@ -104,7 +104,7 @@ def verify(prefix: Path) -> Verification:
                     found.blocks += 1
                     found.add(content.path, first, min(first + CHECKSUM_BLOCK, end))
             report(end - start)
-    return Verification(str(prefix), block_count(size), CHECKSUM_BLOCK, found.blocks, found.bytes, found.places)
+    return Verification(str(prefix), block_count(size), CHECKSUM_BLOCK, found.blocks, found.bytes, found.damaged)
 
 
 def write_checksums(prefix: Path, overwrite: bool) -> int:
@@ -117,15 +117,15 @@ def write_checksums(prefix: Path, overwrite: bool) -> int:
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path} already exists; `llmtrain data inspect {prefix} --verify` verifies the set against it")
     check_present(prefix)
-    _, partial, _, held = partial_paths(prefix)
+    _, partial, _, lock = partial_paths(prefix)
     # Lock before opening the set: a set that is replaced meanwhile would get the old set's checksums.
-    with open_locked(held):
+    with open_locked(lock):
         try:
             blocks = _write_checksums(prefix, partial)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-            held.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
     return blocks
 
 

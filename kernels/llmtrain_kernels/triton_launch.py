@@ -46,9 +46,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     first, device = arguments[0], arguments[0].get_device()
     key: list[object] = [device, grid]
     passed, bits = _described(arguments, key)
-    known, place = _forms(kernel.fn), (*key, *constants.items())
+    known, form_key = _forms(kernel.fn), (*key, *constants.items())
     usual = device >= 0 and bits % 16 == 0 and device == torch.cuda.current_device() and torch.version.hip is None
-    if usual and (form := known.get(place)) is not None:
+    if usual and (form := known.get(form_key)) is not None:
         form[0](*passed, *form[1])
         return
     with on_device_of(first):
@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         if len(known) == FORMS:
             known.clear()
         rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        known[place] = compiled[(*grid, 1, 1)[:3]], rest
+        known[form_key] = compiled[(*grid, 1, 1)[:3]], rest
 
 
 @functools.cache

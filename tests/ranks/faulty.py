@@ -33,7 +33,7 @@ def flip_moment(run: Run) -> None:
     """Flip a bit of a number in the middle of one unit's first moments. The next step rounds it away in bf16 weights,
     not in the moment."""
     states = run.engine.units["blocks.1"].optimizer
-    middle = sum(states.held) // 2
+    middle = sum(states.bounds) // 2
     moment = states.read("m", middle, middle + 1).clone()
     moment.view(torch.int32).bitwise_xor_(1 << 8)
     states.write("m", middle, moment)

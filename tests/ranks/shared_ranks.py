@@ -30,7 +30,7 @@ def gather(ours: shared.SharedMemoryCollectives, own: torch.Tensor) -> Answer:
     expected = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(expected, own)
     whole = torch.zeros(len(expected), len(own), dtype=own.dtype)
-    whole[ours.place] = own
+    whole[ours.position] = own
     work = ours.all_gather(whole.view(-1))
 
     def answer() -> bool:

@@ -89,7 +89,7 @@ def build(
     parallelize(model, mesh, queue)
     units = []
     for full in model_units(config):
-        spec = full.slice(mesh.place, mesh.degree)
+        spec = full.slice(mesh.tensor_rank, mesh.degree)
         units.append(unsharded_unit(spec, model.unit(spec.name), CPU, dtype, seed=1))
     return Built(model, units, mesh)
 
@@ -122,7 +122,7 @@ def difference(ours: Built, theirs: Built, what: str, together: bool = False) ->
     `together`: the difference of all tensors as one vector."""
     mine, full, differences, sizes = getattr(ours, what)(), getattr(theirs, what)(), [], []
     for tensor in (tensor for unit in ours.units for tensor in unit.spec.tensors):
-        expected = full[tensor.name][tensor.held[0] : tensor.held[1]]
+        expected = full[tensor.name][tensor.local_range[0] : tensor.local_range[1]]
         differences.append((mine[tensor.name] - expected).norm())
         # Keys' biases move all scores of a query equally, so their gradients are zero except for rounding.
         sizes.append(
@@ -183,7 +183,7 @@ def dropout(mesh: TensorMesh, figures: Figures) -> None:
     attention.qkv.weight.data.zero_()
     attention.qkv.bias.data.fill_(1.0)
     attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().clone()))
-    torch.manual_seed(7 + (mesh.place if mesh.sharded else 0))
+    torch.manual_seed(7 + (mesh.tensor_rank if mesh.sharded else 0))
     embedded = ours.model.embedding(x)
     ours.model(x, y).backward()
     figures["recomputed alike"] = float((seen[0] - seen[1]).abs().max())

@@ -135,7 +135,7 @@ def test_sums_are_the_same_on_all_ranks(dtype: torch.dtype, made: Callable[..., 
 def test_gathered_parts_are_in_their_places(order: tuple[int, ...] | None, made: Callable[..., Collectives]) -> None:
     def work(group: dist.ProcessGroup, number: int) -> Tensor:
         ours, whole = made(group, order), torch.full((RANKS, 10), torch.nan)
-        whole[ours.place] = values(number)
+        whole[ours.position] = values(number)
         ours.all_gather(whole.view(-1)).wait()
         return whole[list(ours.order)]
 

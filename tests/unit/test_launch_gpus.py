@@ -197,7 +197,7 @@ def test_memory_that_other_programs_hold(
     said: str, held: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_tool(said, tmp_path, monkeypatch)
-    found = gpus.held_by_others()
+    found = gpus.memory_held_by_others()
     assert found is None if held is None else f"hold {held} of a GPU's memory" in str(found)
 
 

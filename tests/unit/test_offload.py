@@ -110,7 +110,7 @@ def step(
 
 
 def states(units: list[ShardedUnit]) -> list[Tensor]:
-    held = [unit.optimizer.read(name, *unit.optimizer.held).clone() for unit in units for name in STATES]
+    held = [unit.optimizer.read(name, *unit.optimizer.bounds).clone() for unit in units for name in STATES]
     return [*held, *(unit.weight for unit in units)]
 
 
@@ -288,23 +288,23 @@ def test_states_of_a_unit_are_read_while_another_one_is_stepped(
         draw(units, 1)
         stepper.decide(numbers_of(1))
         cast(StepTicket, units[0].step(numbers_of(1))).wait()
-        expected = [units[0].optimizer.read(state, *units[0].optimizer.held).clone() for state in STATES]
+        expected = [units[0].optimizer.read(state, *units[0].optimizer.bounds).clone() for state in STATES]
         fetch = outside.states.fetch
         monkeypatch.setattr(outside.states, "fetch", lambda bucket: (goes_on.wait(10), fetch(bucket)))
         ticket = cast(StepTicket, units[-1].step(numbers_of(1)))
-        found = [units[0].optimizer.read(state, *units[0].optimizer.held) for state in STATES]
+        found = [units[0].optimizer.read(state, *units[0].optimizer.bounds) for state in STATES]
         assert ticket.left > 0
         goes_on.set()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
         # Those of the unit itself are waited for.
-        units[-1].optimizer.read("m", *units[-1].optimizer.held)
+        units[-1].optimizer.read("m", *units[-1].optimizer.bounds)
         assert ticket.left == 0
 
 
 def write_odd_ranges(unit: ShardedUnit, other: ShardedUnit) -> None:
     """Set ranges that begin and end within buckets, granules and pages."""
-    start, end = unit.optimizer.held
+    start, end = unit.optimizer.bounds
     for name in STATES:
         for first, last in pairwise((start, start + 1, start + (end - start) // 3, end - 7, end)):
             values = torch.rand(last - first, generator=torch.Generator().manual_seed(first))
@@ -327,7 +327,7 @@ def test_each_read_and_write_of_a_bucket_is_told(tier: Literal["host", "nvme"], 
         found.take(unit, {})
     assert len(told) == len(buckets) > 2 * len(units)
     for unit in units:
-        unit.optimizer.read("master", *unit.optimizer.held)
+        unit.optimizer.read("master", *unit.optimizer.bounds)
     assert len(told) == 2 * len(buckets)
     # Within one bucket.
     units[0].optimizer.read("m", 0, 1)

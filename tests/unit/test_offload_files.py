@@ -89,7 +89,7 @@ def test_parts_of_several_buckets_are_on_their_way(in_flight: list[tuple[str, in
         assert isinstance(outside.states, FileStates)
         outside.states.settle()
         shard = units[0].optimizer
-        start, end = shard.held[0], shard.held[0] + 12 * 1024
+        start, end = shard.bounds[0], shard.bounds[0] + 12 * 1024
         values = torch.rand(end - start)
         for kind, move in (
             ("write", lambda: shard.write("m", start, values)),

@@ -36,7 +36,7 @@ def test_ranges_are_handed_out_while_those_before_them_are_stepped(
             assert outside.stepper._queue.left > len(others)
             begin.set()
             # A read waits for all ranges of its unit.
-            read = [others[0].optimizer.read(state, *others[0].optimizer.held) for state in STATES]
+            read = [others[0].optimizer.read(state, *others[0].optimizer.bounds) for state in STATES]
             for one, other in zip(read, states(units), strict=False):
                 assert torch.equal(one, other)
             for ticket in tickets:

@@ -150,7 +150,7 @@ def test_nccl_holds_the_first_sends_until_their_receives_are_posted(
 
     monkeypatch.setattr(dist, "isend", isend)
     sender, receiver = (
-        PostedReceives(store, rank, {CHANNEL: 1 - rank}, told=2, patience=timedelta(minutes=1)) for rank in (0, 1)
+        PostedReceives(store, rank, {CHANNEL: 1 - rank}, announced=2, patience=timedelta(minutes=1)) for rank in (0, 1)
     )
     messages = NcclMessages({CHANNEL: (None, 1)}, cpu, sender)  # type: ignore[dict-item]
     first, second, third = (messages.send(CHANNEL, torch.zeros(number)) for number in (1, 2, 3))
@@ -172,7 +172,7 @@ def test_receivers_need_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that holds the store has so many files at most."""
     store, cloned = dist.HashStore(), list[object]()
     monkeypatch.setattr(dist.HashStore, "clone", lambda self: cloned.append(self) or self)
-    posted = PostedReceives(store, 0, {CHANNEL: 1}, told=1, patience=timedelta(minutes=1))
+    posted = PostedReceives(store, 0, {CHANNEL: 1}, announced=1, patience=timedelta(minutes=1))
     posted.tell(CHANNEL)
     assert not cloned
     assert [posted.next(CHANNEL) is None for _ in range(3)] == [False, True, True]
@@ -183,7 +183,7 @@ def test_nccl_sends_nothing_after_a_send_that_failed(streams: Streams, monkeypat
     """The receiver would take the second message for the first. Who waits hears of the error."""
     calls, cpu = list[int](), torch.device("cpu")
     monkeypatch.setattr(dist, "isend", lambda values, peer, group: calls.append(values.numel()))
-    sender = PostedReceives(dist.HashStore(), 0, {CHANNEL: 1}, told=1, patience=timedelta(milliseconds=1))
+    sender = PostedReceives(dist.HashStore(), 0, {CHANNEL: 1}, announced=1, patience=timedelta(milliseconds=1))
     messages = NcclMessages({CHANNEL: (None, 1)}, cpu, sender)  # type: ignore[dict-item]
     sends = [messages.send(CHANNEL, torch.zeros(number)) for number in (1, 2)]
     for send in sends:

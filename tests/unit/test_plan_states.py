@@ -170,7 +170,7 @@ def engine(made: Plan, rank: int) -> Engine:
     parallelize(model, mesh)
     hops: dict[Placement, Hops] = {}
     units = []
-    for spec in units_of(made.model, made.stages_of(rank), mesh.place, mesh.degree):
+    for spec in units_of(made.model, made.stages_of(rank), mesh.tensor_rank, mesh.degree):
         placement = made.sharding.placements[spec.name]
         own = hops.setdefault(placement, Hops(placement, grid.coordinate(rank, *placement.axes)))
         units.append(ShardedUnit(spec, model.unit(spec.name), own, DTYPES[made.compute], 0, device))

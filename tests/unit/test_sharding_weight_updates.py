@@ -80,7 +80,7 @@ class Rank:
             self.events.append(f"gather {name}")
             return GpuStream()
 
-        group = SimpleNamespace(size=2, place=0, all_gather=all_gather, all_gather_bytes=lambda nbytes: nbytes)
+        group = SimpleNamespace(size=2, position=0, all_gather=all_gather, all_gather_bytes=lambda nbytes: nbytes)
         hop = Hop(2, "node", cast(Collectives, group), GpuStream())
         hops = SimpleNamespace(
             gather=lambda inner, outer: (hop,) if inner < 2 <= outer else (),

@@ -41,10 +41,10 @@ class Threads(TensorMesh):
         return Pending(lambda: torch.cat(self._exchange(x)))
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        return Pending(lambda: torch.stack(self._exchange(x)).sum(0).chunk(self.degree)[self.place])
+        return Pending(lambda: torch.stack(self._exchange(x)).sum(0).chunk(self.degree)[self.tensor_rank])
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
-        self.board.given[self.place] = x.clone()
+        self.board.given[self.tensor_rank] = x.clone()
         self.board.barrier.wait()
         given = list(self.board.given)
         self.board.barrier.wait()
@@ -66,8 +66,8 @@ def given(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 def own_loss(mesh: TensorMesh, x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a rank's loss and its gradients for x and its rows of the weight."""
-    start, end = even_share(len(weight), mesh.degree, mesh.place)
-    own = (x.chunk(mesh.degree, dim=1)[mesh.place] if mesh.sharded else x).clone().requires_grad_()
+    start, end = even_share(len(weight), mesh.degree, mesh.tensor_rank)
+    own = (x.chunk(mesh.degree, dim=1)[mesh.tensor_rank] if mesh.sharded else x).clone().requires_grad_()
     rows = weight[start:end].clone().requires_grad_()
     with torch.enable_grad():  # This is a setting of each thread.
         loss = parallel_cross_entropy(own, rows, targets, mesh, len(weight))

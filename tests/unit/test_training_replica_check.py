@@ -48,7 +48,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_values_that_another_rank_holds_are_read(reads: list[str]) -> None:
     """The other rank holds other optimizer states, as with zero.stage 3, and the same of all other kinds."""
-    names = [replica_check._checksum_of_places([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
+    names = [replica_check._checksum_of_ranges([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
     names[1] += 1
     value = replica_check._checksum_of_values([([], iter([torch.ones(4)]))], lambda: None)
     replica_check.compare(engine(reads), rank(1, [names, []], [[value, 5, value, value], []]), 3, 2)
@@ -56,7 +56,7 @@ def test_only_values_that_another_rank_holds_are_read(reads: list[str]) -> None:
 
 
 def test_different_values_of_two_ranks_are_told(reads: list[str]) -> None:
-    names = [replica_check._checksum_of_places([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
+    names = [replica_check._checksum_of_ranges([([(kind, 0, 4)], iter(()))]) for kind in replica_check.KINDS]
     with pytest.raises(
         RunFailedError, match="rank 0 on node1 and rank 1 on node1 hold different weights, none of them in a majority"
     ):

@@ -94,7 +94,7 @@ class Stepped:
             step=10, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gradient_divisor=divisor
         )
         self._stepper.decide(numbers)
-        self._shard.step(self._shard.held, self._gradient, numbers, self._weight).wait()
+        self._shard.step(self._shard.bounds, self._gradient, numbers, self._weight).wait()
         self._tier.settle()
 
     def close(self) -> None:

@@ -23,15 +23,15 @@ def accumulate(flat: Tensor, starts: list[int], gradients: list[Tensor], overwri
     flat: fp32, bf16 or fp16 `[n]`, contiguous. starts: ascending. gradients: contiguous, of one dtype; no two reach the
     same elements.
     """
-    places = [(start, one) for start, one in zip(starts, gradients, strict=True) if one.numel()]
-    if not places:
+    parts = [(start, one) for start, one in zip(starts, gradients, strict=True) if one.numel()]
+    if not parts:
         return
     # Tiles begin at a multiple of their size, so that accesses to the sum are aligned.
-    first = places[0][0] // TILE
-    last = ceil_div(places[-1][0] + places[-1][1].numel(), TILE)
-    sizes = tuple(one.numel() for _, one in places)
+    first = parts[0][0] // TILE
+    last = ceil_div(parts[-1][0] + parts[-1][1].numel(), TILE)
+    sizes = tuple(one.numel() for _, one in parts)
     launch(
-        _accumulate, (last - first,), flat, tuple(one for _, one in places), tuple(start for start, _ in places), sizes,
+        _accumulate, (last - first,), flat, tuple(one for _, one in parts), tuple(start for start, _ in parts), sizes,
         first, overwrite=overwrite, tile=TILE, **OPTIONS,
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def _launch(kernel: Any, kind: str, result: Tensor, *tensors: Tensor) -> None:
 
 
 @triton.jit
-def _place(width: tl.tensor, tile: tl.constexpr) -> tuple[tl.tensor, ...]:
+def _row_and_columns(width: tl.tensor, tile: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Return a program's row, and its columns and which of them exist."""
     tiles = tl.cdiv(width, tile)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * tile + tl.arange(0, tile)
@@ -105,7 +105,7 @@ def _normal_integral(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _forward(x: tl.tensor, y: tl.tensor, width: tl.tensor, kind: tl.constexpr, tile: tl.constexpr) -> None:
-    row, columns, inside = _place(width, tile)
+    row, columns, inside = _row_and_columns(width, tile)
     if kind == "swiglu":
         gate = tl.load(x + row * 2 * width + columns, inside).to(tl.float32)
         value = gate * _sigmoid(gate) * tl.load(x + row * 2 * width + width + columns, inside).to(tl.float32)
@@ -119,7 +119,7 @@ def _forward(x: tl.tensor, y: tl.tensor, width: tl.tensor, kind: tl.constexpr, t
 def _backward(
     x: tl.tensor, grad: tl.tensor, grad_x: tl.tensor, width: tl.tensor, kind: tl.constexpr, tile: tl.constexpr
 ) -> None:
-    row, columns, inside = _place(width, tile)
+    row, columns, inside = _row_and_columns(width, tile)
     above = tl.load(grad + row * width + columns, inside).to(tl.float32)
     if kind == "swiglu":
         at = row * 2 * width + columns
@@ -146,8 +146,8 @@ def _backward_and_sums(
         rounded = (above * _slope(tl.load(x + at, mask, 0.0).to(tl.float32), kind)).to(x.dtype.element_ty)
         tl.store(grad_x + at, rounded, mask)
         total += rounded.to(tl.float32)
-    place = tl.program_id(0) * tile + tl.arange(0, tile)
-    tl.store(partial + tl.program_id(1) * width + place, tl.sum(total, 0), place < width)
+    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0), column < width)
 
 
 @triton.jit

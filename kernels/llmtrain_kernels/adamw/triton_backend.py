@@ -18,7 +18,7 @@ TILE = 1024
 # No fused multiply-add: products and sums round separately, as in the reference.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 # Triton compiles a kernel again for another number of places, and for integers of another width or with another
-# divisibility by 16. So places are padded to a multiple of PLACES, and each is passed as FIRST + 16 * place, which is
+# divisibility by 16. So places are padded to a multiple of PLACES, and each is passed as FIRST + 16 * offset, which is
 # always a 64-bit multiple of 16.
 PLACES, FIRST = 4, 1 << 40
 
@@ -46,7 +46,7 @@ def _step(
     numel = gradient.numel()
     if not numel:
         return
-    places = tuple(FIRST + 16 * place for place in (*changes, *[numel] * (-len(changes) % PLACES)))
+    places = tuple(FIRST + 16 * offset for offset in (*changes, *[numel] * (-len(changes) % PLACES)))
     launch(
         _adamw, (ceil_div(numel, TILE),), *before, *after, gradient, weight, given, *shares, numel, places, first=FIRST,
         tile=TILE, **OPTIONS,

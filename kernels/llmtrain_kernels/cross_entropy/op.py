@@ -70,9 +70,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += _losses(logits[:, :vocab], chunk_targets, needs_grad).sum()
             if grad_x is None or grad_weight is None:
                 continue
-            place = grad_x[first : first + rows]
-            if (product := matmul(logits, weight, place)) is not place:
-                place.copy_(product)
+            grad_chunk = grad_x[first : first + rows]
+            if (product := matmul(logits, weight, grad_chunk)) is not grad_chunk:
+                grad_chunk.copy_(product)
             add_product(grad_weight, logits, chunk, first == 0)
         ctx.gradients = (grad_x, None if grad_weight is None else unpadded(grad_weight, vocab))
         ctx.tokens = x.shape[0]

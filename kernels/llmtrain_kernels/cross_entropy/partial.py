@@ -34,17 +34,17 @@ class ReferenceLosses:
     """`partial_losses` with torch operations."""
 
     def __init__(self, logits: Tensor, targets: Tensor) -> None:
-        self._logits, self._held = logits, (targets >= 0) & (targets < logits.shape[1])
-        self._place = targets.masked_fill(~self._held, 0).unsqueeze(1)
+        self._logits, self._local = logits, (targets >= 0) & (targets < logits.shape[1])
+        self._indices = targets.masked_fill(~self._local, 0).unsqueeze(1)
         top = logits.amax(1, keepdim=True).float()
         self._shares = (logits - top).exp_()
-        picked = logits.gather(1, self._place).squeeze(1).float().masked_fill_(~self._held, 0.0)
+        picked = logits.gather(1, self._indices).squeeze(1).float().masked_fill_(~self._local, 0.0)
         self.statistics = torch.stack((top.squeeze(1), self._shares.sum(1), picked))
 
     def write_gradient(self, top: Tensor, normalizer: Tensor) -> None:
         """See `PartialLosses`."""
         self._shares.mul_(((self.statistics[0] - top).exp_() / normalizer).unsqueeze(1))
-        self._logits.copy_(self._shares.scatter_add_(1, self._place, -self._held.unsqueeze(1).float()))
+        self._logits.copy_(self._shares.scatter_add_(1, self._indices, -self._local.unsqueeze(1).float()))
 
 
 class TritonLosses:

@@ -106,8 +106,8 @@ def _top_and_sum(row: tl.tensor, end: tl.tensor, vocab: tl.tensor, tile: tl.cons
 
 @triton.jit
 def _target_logit(row: tl.tensor, target: tl.tensor, vocab: tl.tensor, outside: tl.constexpr) -> tl.tensor:
-    held = (target >= 0) & (target < vocab)
-    return tl.where(held, tl.load(row + tl.where(held, target, 0)).to(tl.float32), outside)
+    inside = (target >= 0) & (target < vocab)
+    return tl.where(inside, tl.load(row + tl.where(inside, target, 0)).to(tl.float32), outside)
 
 
 @triton.jit

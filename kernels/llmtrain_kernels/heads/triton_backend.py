@@ -87,5 +87,5 @@ def _copy(
         value = tl.load(x + (own // sequence) * batch_stride + (own % sequence) * token_stride, mask, 0.0)
         tl.store(to + own * width + columns, value, mask)
         total += value.to(tl.float32)
-    place = tl.program_id(0) * tile + tl.arange(0, tile)
-    tl.store(partial + tl.program_id(1) * width + place, tl.sum(total, 0), place < heads * dim)
+    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    tl.store(partial + tl.program_id(1) * width + column, tl.sum(total, 0), column < heads * dim)

@@ -149,8 +149,8 @@ def _backward(
         if above is not None:
             slope += tl.load(above + at, mask, 0.0).to(tl.float32)
         tl.store(grad_x + at, slope.to(grad_x.dtype.element_ty), mask)
-    place = tl.program_id(0) * width + tl.arange(0, tile)
+    elements = tl.program_id(0) * width + tl.arange(0, tile)
     within = tl.arange(0, tile) < width
-    tl.store(partial + place, tl.sum(of_weight, 0), within)
+    tl.store(partial + elements, tl.sum(of_weight, 0), within)
     if centered:
-        tl.store(partial + tl.num_programs(0) * width + place, tl.sum(of_bias, 0), within)
+        tl.store(partial + tl.num_programs(0) * width + elements, tl.sum(of_bias, 0), within)

@@ -83,8 +83,8 @@ def _tile(
     blocks = (tl.program_id(0) * group + tl.arange(0, group))[:, None]
     starts = blocks.to(tl.int64) * block
     sizes = (tl.minimum(tl.maximum(numel - starts, 0), block) * bits // 8).to(tl.int32)
-    places = tl.arange(0, width)[None, :]
-    return blocks, starts, sizes, places, places < sizes
+    offsets = tl.arange(0, width)[None, :]
+    return blocks, starts, sizes, offsets, offsets < sizes
 
 
 @triton.jit
@@ -131,9 +131,9 @@ def _quantize(
     block: tl.constexpr, width: tl.constexpr, group: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    blocks, starts, sizes, places, there = _tile(numel, bits, block, width, group)
+    blocks, starts, sizes, offsets, there = _tile(numel, bits, block, width, group)
     x += row * x_stride
-    columns = starts + places
+    columns = starts + offsets
     first = tl.load(x + columns, there, 0.0).to(tl.float32)
     # The bits of absolute values have the order of the values; infinity and NaN are above all numbers.
     absmax = tl.max(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
@@ -146,7 +146,7 @@ def _quantize(
     scale = tl.where(usable, absmax * reciprocal, 0.0)
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
     tl.store(scales + row * scales_stride + blocks, tl.where(finite, scale, float("nan")), starts < numel)
-    numbers = starts * bits // 8 + places
+    numbers = starts * bits // 8 + offsets
     hash = _hash(numbers, row, low, high, golden, dither)
     codes = _codes(first, inverse, hash, max_code, dither)
     if bits == 4:
@@ -162,8 +162,8 @@ def _unpack(
     block: tl.constexpr, width: tl.constexpr, group: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    blocks, starts, sizes, places, there = _tile(numel, bits, block, width, group)
-    out += row * out_stride + starts + places
+    blocks, starts, sizes, offsets, there = _tile(numel, bits, block, width, group)
+    out += row * out_stride + starts + offsets
     first = tl.zeros([group, width], tl.float32)
     second = tl.zeros([group, width], tl.float32)
     if add:
@@ -172,7 +172,7 @@ def _unpack(
             second = tl.load(out + sizes, there, 0.0)
     for _ in range(rows):
         scale = tl.load(scales + row * scales_stride + blocks, starts < numel, 0.0)
-        codes = tl.load(payload + row * payload_stride * 4 + starts * bits // 8 + places, there, 0).to(tl.int32)
+        codes = tl.load(payload + row * payload_stride * 4 + starts * bits // 8 + offsets, there, 0).to(tl.int32)
         first += ((codes << (32 - bits)) >> (32 - bits)).to(tl.float32) * scale
         if bits == 4:
             second += ((codes << 24) >> 28).to(tl.float32) * scale

@@ -87,8 +87,8 @@ def _rotate(
     x += one * batch_stride + token * token_stride
     for first in range(0, heads, group):
         head = first + tl.arange(0, group)[:, None]
-        places = x + head * head_stride + channels
-        _turn(places, places, cosine, sine, (head < heads) & inside, half)
+        pointers = x + head * head_stride + channels
+        _turn(pointers, pointers, cosine, sine, (head < heads) & inside, half)
 
 
 @triton.jit

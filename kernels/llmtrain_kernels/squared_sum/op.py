@@ -43,8 +43,8 @@ def _sums(x: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
     x = x.contiguous()
     sums = torch.zeros(-(-(offset % SQUARES_BLOCK + x.numel()) // SQUARES_BLOCK), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
-    place = (x.numel(), offset % SQUARES_BLOCK, SQUARES_BLOCK, torch.get_num_threads())
-    kernel.squared_sum(x.data_ptr(), x.dtype == torch.bfloat16, sums.data_ptr(), total.data_ptr(), *place)
+    numbers = (x.numel(), offset % SQUARES_BLOCK, SQUARES_BLOCK, torch.get_num_threads())
+    kernel.squared_sum(x.data_ptr(), x.dtype == torch.bfloat16, sums.data_ptr(), total.data_ptr(), *numbers)
     return sums, total
 
 

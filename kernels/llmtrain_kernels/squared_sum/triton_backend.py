@@ -51,8 +51,8 @@ def _squares(
     lane = tl.arange(0, lanes)[None, :]
     for row in range(0, block // lanes, ahead):
         for one in tl.static_range(ahead):
-            places = (row + one) * lanes + lane
-            numbers = tl.load(x + starts[:, None] + places, places < sizes[:, None], 0.0).to(tl.float64)
+            columns = (row + one) * lanes + lane
+            numbers = tl.load(x + starts[:, None] + columns, columns < sizes[:, None], 0.0).to(tl.float64)
             pairs += numbers * numbers
     # Lane i and lane i + 8, then i and i + 4, and so on.
     for halving in tl.static_range(4):

@@ -145,9 +145,9 @@ def _check_fits(reader: CheckpointReader, shard: StateRange) -> None:
     for tensor in shard.unit.tensors:
         entry = manifest.tensors.get(tensor.name)
         if entry is None or entry.shape != list(tensor.shape):
-            held = "not at all" if entry is None else f"with shape {entry.shape}"
+            stored = "not at all" if entry is None else f"with shape {entry.shape}"
             raise BadInputError(
-                f"the checkpoint {reader.folder} has {tensor.name} {held}, but the recipe's model has it "
+                f"the checkpoint {reader.folder} has {tensor.name} {stored}, but the recipe's model has it "
                 f"with shape {list(tensor.shape)}; make the recipe's model the same"
             )
     missing = sorted(set(shard.names) - manifest.states)

@@ -169,8 +169,8 @@ def read_manifest(folder: Path) -> Manifest:
             check(manifest)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise DamagedError(f"{MANIFEST} is not a checkpoint's manifest: {place}: {first['msg']}") from error
+        location = ".".join(str(part) for part in first["loc"])
+        raise DamagedError(f"{MANIFEST} is not a checkpoint's manifest: {location}: {first['msg']}") from error
     named = STEP_FOLDER.fullmatch(folder.resolve().name)
     if named is not None and int(named[1]) != manifest.step:
         raise DamagedError(f"{MANIFEST} is of step {manifest.step}, but its folder is named {named[0]}; rename it back")

@@ -308,8 +308,8 @@ class Checkpointer:
 
 def _states(shards: Sequence[StateRange]) -> list[torch.Tensor]:
     """Return the states that a save may copy before it begins."""
-    held = [shard for shard in shards if not shard.read_late]
-    return [shard.read(name, shard.start, shard.end).detach() for shard in held for name in shard.names]
+    read_now = [shard for shard in shards if not shard.read_late]
+    return [shard.read(name, shard.start, shard.end).detach() for shard in read_now for name in shard.names]
 
 
 def _ranges(shards: Sequence[StateRange]) -> Iterator[Range]:

@@ -63,13 +63,13 @@ def write_shard_file(
     offset, stored = len(header), []
     with DurableFile(path, moved) as file:
         file.write(header)
-        for held, content in zip(ranges, contents, strict=True):
+        for one, content in zip(ranges, contents, strict=True):
             digests = []
             for start in range(0, len(content), SHARD_FILE_BLOCK):
                 block = content[start : start + SHARD_FILE_BLOCK]
                 digests.append(digest(block))
                 file.write(block)
-            stored.append(StoredRange(held.start, held.end, path.name, offset, digests))
+            stored.append(StoredRange(one.start, one.end, path.name, offset, digests))
             offset += len(content)
     return ShardFile(path.name, FileEntry(offset, len(header), digest(header)), list(ranges), stored)
 
@@ -81,9 +81,9 @@ def merge_shard_files(shard_files: Iterable[ShardFile]) -> tuple[dict[str, FileE
     shapes: dict[str, tuple[int, ...]] = {}
     for shard_file in shard_files:
         files[shard_file.name] = shard_file.entry
-        for held, stored in zip(shard_file.ranges, shard_file.stored, strict=True):
-            shapes[held.tensor] = held.shape
-            found[held.tensor][held.state].append(stored)
+        for one, stored in zip(shard_file.ranges, shard_file.stored, strict=True):
+            shapes[one.tensor] = one.shape
+            found[one.tensor][one.state].append(stored)
     tensors = {
         name: TensorEntry(list(shapes[name]), {state: sorted(p, key=lambda x: x.start) for state, p in states.items()})
         for name, states in found.items()

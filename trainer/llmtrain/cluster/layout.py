@@ -14,7 +14,7 @@ class Axis(Enum):
     DATA = "data"
     TENSOR = "tensor"
 
-    # Members are unique. Enum's own hash, of the name, is slow, and plans ask for the places of many ranks.
+    # Members are unique. Enum's own hash, of the name, is slow, and plans ask for the coordinates of many ranks.
     __hash__ = object.__hash__
 
 
@@ -37,15 +37,15 @@ class Layout:
         return prod(self.degrees.get(axis, 1) for axis in axes)
 
     def coordinate(self, rank: int, *axes: Axis) -> int:
-        """Place of `rank` along the product of `axes`; the layout's last one of them varies fastest."""
-        place = 0
+        """Coordinate of `rank` along the product of `axes`; the layout's last one of them varies fastest."""
+        coordinate = 0
         for axis in self._ordered(axes):
-            place = place * self.degrees[axis] + rank // self._strides[axis] % self.degrees[axis]
-        return place
+            coordinate = coordinate * self.degrees[axis] + rank // self._strides[axis] % self.degrees[axis]
+        return coordinate
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Every group of ranks that differ only in their place along the product of `axes`, in the order of that
-        place."""
+        """Every group of ranks that differ only in their coordinate along the product of `axes`, in the order of
+        that coordinate."""
         others = [axis for axis in self.degrees if axis not in axes]
         members = self._ranks_along(axes)
         return [[first + member for member in members] for first in self._ranks_along(others)]
@@ -57,10 +57,10 @@ class Layout:
         return [first + member for member in members]
 
     def _ranks_along(self, axes: Iterable[Axis]) -> list[int]:
-        """Return the ranks whose place along all axes but `axes` is 0, in order."""
+        """Return the ranks whose coordinate along all axes but `axes` is 0, in order."""
         found = [0]
         for axis in self._ordered(axes):
-            found = [first + place * self._strides[axis] for first in found for place in range(self.degrees[axis])]
+            found = [first + step * self._strides[axis] for first in found for step in range(self.degrees[axis])]
         return found
 
     def _ordered(self, axes: Iterable[Axis]) -> list[Axis]:
@@ -71,7 +71,7 @@ class Layout:
     def _strides(self) -> dict[Axis, int]:
         """Ranks between neighbours along each axis. Cached for the same reason."""
         axes = list(self.degrees)
-        return {axis: prod(self.degrees[faster] for faster in axes[place + 1 :]) for place, axis in enumerate(axes)}
+        return {axis: prod(self.degrees[faster] for faster in axes[index + 1 :]) for index, axis in enumerate(axes)}
 
 
 def even_share(numel: int, parts: int, index: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Sharding degrees of model states, and the levels into which they divide the data axis. No torch in here.
 
-A place along the data axis is a mixed-radix number with one digit per level, the fastest link least significant. A
+A rank along the data axis is a mixed-radix number with one digit per level, the fastest link least significant. A
 shard's index has the same digits with the fastest link most significant. The shards of a node then form one contiguous
 range, so a gather across nodes and then inside each node needs no copy, and a rank's shard at a larger degree is part
 of its shard at a smaller one.
@@ -29,8 +29,8 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Level:
-    """One digit of a place: `radix` ranks, `stride` places apart. tier: the slowest tier between them, of those along
-    the axis."""
+    """One digit of a rank: `radix` ranks, `stride` apart. tier: the slowest tier between them, of those along the
+    axis."""
 
     stride: int
     radix: int
@@ -41,18 +41,18 @@ class Level:
         """Number of ranks in this level and all faster ones."""
         return self.stride * self.radix
 
-    def digit(self, place: int) -> int:
-        """This level's digit of `place`."""
-        return place // self.stride % self.radix
+    def digit(self, rank: int) -> int:
+        """This level's digit of `rank`."""
+        return rank // self.stride % self.radix
 
-    def members(self, place: int) -> range:
-        """The places that differ from `place` only in this digit, and itself."""
-        first = place - self.digit(place) * self.stride
+    def members(self, rank: int) -> range:
+        """The ranks that differ from `rank` only in this digit, and itself."""
+        first = rank - self.digit(rank) * self.stride
         return range(first, first + self.span, self.stride)
 
     def groups(self, ranks: int) -> list[list[int]]:
-        """Every group of places below `ranks` that differ only in this digit, in the order of the digit."""
-        return [list(self.members(place)) for place in range(ranks) if self.digit(place) == 0]
+        """Every group of ranks below `ranks` that differ only in this digit, in the order of the digit."""
+        return [list(self.members(rank)) for rank in range(ranks) if self.digit(rank) == 0]
 
 
 def levels_of(degrees: Degrees, tiers: Sequence[Tier]) -> tuple[Level, ...]:
@@ -69,13 +69,13 @@ def levels_of(degrees: Degrees, tiers: Sequence[Tier]) -> tuple[Level, ...]:
     return tuple(Level(low, high // low, _tier(high, tiers)) for low, high in pairwise(ordered))
 
 
-def shard_range(levels: Sequence[Level], place: int, degree: int, numel: int) -> tuple[int, int]:
-    """Return the `[start, end)` that `place` holds of a state of `numel` elements, sharded `degree` ways."""
+def shard_range(levels: Sequence[Level], rank: int, degree: int, numel: int) -> tuple[int, int]:
+    """Return the `[start, end)` that `rank` holds of a state of `numel` elements, sharded `degree` ways."""
     start, size = 0, numel
     for level in levels:
         if level.span <= degree:
             size //= level.radix
-            start += level.digit(place) * size
+            start += level.digit(rank) * size
     return start, start + size
 
 

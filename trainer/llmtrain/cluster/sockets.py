@@ -42,16 +42,16 @@ def volume_socket(path: str, cores: Cores, sys: Path = SYS) -> int | None:
     return None
 
 
-def own_socket(cores: Cores, allowed: frozenset[int], place: tuple[int, int], near: int | None = None) -> int | None:
+def own_socket(cores: Cores, allowed: frozenset[int], local: tuple[int, int], near: int | None = None) -> int | None:
     """Return the socket for one of a machine's ranks; None if the kernel names no socket.
 
-    allowed: cores that the rank may use. place: the rank's number among the machine's ranks, and their number.
+    allowed: cores that the rank may use. local: the rank's number among the machine's ranks, and their number.
     Neighbouring ranks share a socket. near: the socket of the rank's accelerator, which it takes if it may.
     """
     usable = [number for number, own in cores.items() if own & allowed]
     if not usable:
         return None
-    rank, ranks = place
+    rank, ranks = local
     return near if near in usable else usable[min(rank, ranks - 1) * len(usable) // ranks]
 
 

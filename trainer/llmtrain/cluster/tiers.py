@@ -110,8 +110,8 @@ def link(cluster: Cluster, one: int, other: int) -> Figures:
     """Return the bandwidth and the latency between two ranks from a description: inside a node, those of the smallest
     tier with both; between nodes, those of the nodes' cards, which the ranks of a node share."""
     if node_of(cluster, one) == node_of(cluster, other):
-        places = [rank % cluster.node.ranks for rank in (one, other)]
-        near = (tier for tier in cluster.node.tiers if places[0] // tier.ranks == places[1] // tier.ranks)
+        local_ranks = [rank % cluster.node.ranks for rank in (one, other)]
+        near = (tier for tier in cluster.node.tiers if local_ranks[0] // tier.ranks == local_ranks[1] // tier.ranks)
         return next(map(_figures, near), (None, None))
     groups = [cluster.clusters[index] for index in clusters_of(cluster, (one, other))] if cluster.clusters else []
     if len(groups) > 1 and cluster.between is not None:

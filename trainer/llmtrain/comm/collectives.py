@@ -49,7 +49,7 @@ class Collectives(ABC):
     def __init__(
         self, group: dist.ProcessGroup, order: Sequence[int] | None = None, workspace: Workspace | None = None
     ) -> None:
-        """order: for each rank of the group the place of its part in gathered tensors; None for the order of ranks.
+        """order: for each rank of the group the position of its part in gathered tensors; None for the order of ranks.
         workspace: buffers for one collective at a time. None: several may be under way, each with buffers of its own.
         """
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -57,18 +57,18 @@ class Collectives(ABC):
         self.workspace = workspace
 
     @property
-    def place(self) -> int:
-        """Place of this rank's part in gathered tensors."""
+    def position(self) -> int:
+        """Position of this rank's part in gathered tensors."""
         return self.order[self.rank]
 
     @property
     def in_order(self) -> bool:
-        """Whether the places are in the order of ranks."""
+        """Whether the positions are in the order of ranks."""
         return self.order == tuple(range(self.size))
 
     @abstractmethod
     def all_gather(self, gathered: Tensor) -> Ticket:
-        """Fill `gathered`, `[size * n]` of any dtype, with the parts of all ranks. This rank's part is at its place
+        """Fill `gathered`, `[size * n]` of any dtype, with the parts of all ranks. This rank's part is at its position
         already."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Collectives(ABC):
     def _parts(self, gathered: Tensor) -> list[Tensor]:
         """Return views of the ranks' parts, by rank."""
         parts = gathered.chunk(self.size)
-        return [parts[place] for place in self.order]
+        return [parts[position] for position in self.order]
 
     def _buffer(self, name: str, like: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if self.workspace is None:

@@ -41,15 +41,15 @@ class Bound:
     threads: int
 
 
-def bind_to_socket(place: tuple[int, int], gpus: Sequence[str], sys: Path = SYS) -> Bound | None:
+def bind_to_socket(local: tuple[int, int], gpus: Sequence[str], sys: Path = SYS) -> Bound | None:
     """Bind this rank to the socket of its GPU; on CPUs, to one that it shares with neighbouring ranks. Return None if
     it is not bound.
 
-    place: the rank's number among this machine's ranks, and their number. gpus: PCI addresses of the GPUs that this
+    local: the rank's number among this machine's ranks, and their number. gpus: PCI addresses of the GPUs that this
     process sees; none on CPUs. Nothing is bound on a machine with one socket, where the launcher has bound the ranks,
     where the socket of the GPU is unknown, and where fewer ranks than sockets compute on CPUs: cores would be unused.
     """
-    (rank, ranks), cores, allowed = place, cores_by_socket(sys), frozenset(os.sched_getaffinity(0))
+    (rank, ranks), cores, allowed = local, cores_by_socket(sys), frozenset(os.sched_getaffinity(0))
     if len(allowed) * ranks <= sum(map(len, cores.values())) and ranks > 1:
         # Each rank has cores of its own, or all of them few.
         return None
@@ -58,7 +58,7 @@ def bind_to_socket(place: tuple[int, int], gpus: Sequence[str], sys: Path = SYS)
     own = near[rank if len(near) > 1 else 0] if near else None
     if usable < 2 or (own is None if near else ranks < usable):
         return None
-    mine = own_socket(cores, allowed, place, own)
+    mine = own_socket(cores, allowed, local, own)
     if mine is None or not bind(cores[mine], allowed):
         return None
     # A rank that sees its own GPU alone does not know where the others are.

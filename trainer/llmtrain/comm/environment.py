@@ -1,4 +1,4 @@
-"""This process's place in a run, from environment variables. Imports no torch."""
+"""How this process was launched, from environment variables. Imports no torch."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _STEP_PORTS = 571
 
 @dataclass(frozen=True)
 class Launched:
-    """A rank's place as its launcher gave it.
+    """How a rank was launched.
 
     by: name of the launcher. local_rank: among the ranks of its machine, 0 if the launcher does not say.
     ranks_per_node: ranks on each machine (on the first, if they differ under Slurm); the world if the launcher does not
@@ -44,17 +44,17 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str], wanted: int | None = None) -> Launched | None:
-    """Return this process's place in a run that torchrun, srun, mpirun or llmtrain started; None without a launcher.
+    """Return how torchrun, srun, mpirun or llmtrain launched this process; None without a launcher.
 
     wanted: ranks that --nproc asks for. Raises BadInputError if the variables contradict each other or `wanted`.
     """
-    place = _found(environment)
-    if place is not None and wanted not in (None, place.world):
+    launch = _found(environment)
+    if launch is not None and wanted not in (None, launch.world):
         raise BadInputError(
-            f"--nproc is {wanted}, but {place.by} has started {place.world} ranks already; leave it out, or start "
-            f"the run without {place.by}"
+            f"--nproc is {wanted}, but {launch.by} has started {launch.world} ranks already; leave it out, or start "
+            f"the run without {launch.by}"
         )
-    return place
+    return launch
 
 
 def idle_nodes(environment: Mapping[str, str]) -> str | None:
@@ -133,7 +133,7 @@ def _tasks_per_node(environment: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class _MpiNames:
-    """Variables in which an MPI gives a process its place. run: names the run alike on all machines; none in some."""
+    """Variables in which an MPI gives a process its rank. run: names the run alike on all machines; none in some."""
 
     rank: str
     world: str
@@ -206,8 +206,8 @@ def _of_step(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _launched(by: str, place: Mapping[str, str], per_node: str | None, variables: Mapping[str, str]) -> Launched:
-    rank, local_rank, world = place["RANK"], place.get("LOCAL_RANK", "0"), place["WORLD_SIZE"]
+def _launched(by: str, numbers: Mapping[str, str], per_node: str | None, variables: Mapping[str, str]) -> Launched:
+    rank, local_rank, world = numbers["RANK"], numbers.get("LOCAL_RANK", "0"), numbers["WORLD_SIZE"]
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise BadInputError(
             f"the environment has rank {rank!r} of {world!r}; expected a number below another. Start the run through "

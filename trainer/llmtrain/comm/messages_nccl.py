@@ -44,7 +44,7 @@ class NcclMessages(TorchMessages):
     ) -> None:
         super().__init__(peers, posting_of("nccl", 1))
         self._device, self._posted = device, posted
-        self._held: dict[Channel, _HeldSend] = {}
+        self._held_sends: dict[Channel, _HeldSend] = {}
         self._streams: dict[Channel, torch.cuda.Stream] = {}
         self._connect()
 
@@ -65,13 +65,13 @@ class NcclMessages(TorchMessages):
 
     def send(self, channel: Channel, values: Tensor) -> Request:
         """See Messages."""
-        receive, before = None if self._posted is None else self._posted.next(channel), self._held.get(channel)
+        receive, before = None if self._posted is None else self._posted.next(channel), self._held_sends.get(channel)
         # Messages keep their order.
         if receive is None and (before is None or before.is_posted()):
-            self._held.pop(channel, None)
+            self._held_sends.pop(channel, None)
             return TorchMessages.send(self, channel, values)
         computed = torch.cuda.current_stream().record_event()
-        held = self._held[channel] = _HeldSend()
+        held_send = self._held_sends[channel] = _HeldSend()
 
         def post() -> None:
             if before is not None:
@@ -82,10 +82,10 @@ class NcclMessages(TorchMessages):
             stream = self._stream(channel)
             stream.wait_event(computed)
             with torch.cuda.stream(stream):
-                held.work = TorchMessages.send(self, channel, values)
+                held_send.work = TorchMessages.send(self, channel, values)
 
-        held.posted = self._arrivals.watch(channel, post)
-        return held
+        held_send.posted = self._arrivals.watch(channel, post)
+        return held_send
 
     def arrival(self, channel: Channel, work: dist.Work) -> Wait:
         """See TorchMessages."""

@@ -31,7 +31,7 @@ class NcclCollectives(Collectives):
 
     def all_gather(self, gathered: Tensor) -> Ticket:
         """See Collectives."""
-        own = gathered.chunk(self.size)[self.place]
+        own = gathered.chunk(self.size)[self.position]
         if self.in_order:
             return self._started(ALL_GATHER(gathered, own, group=self.group, async_op=self._asynchronous))
         # NCCL gathers in the order of ranks. One kernel then puts all parts in place; dist.all_gather copies each one.

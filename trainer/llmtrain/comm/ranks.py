@@ -136,9 +136,9 @@ class Ranks:
         """
         numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
         summed = to_device(torch.tensor(numbers, dtype=torch.float64), self.device)
-        for place, value in enumerate(values):
+        for index, value in enumerate(values):
             if isinstance(value, Tensor):
-                summed[place] = value
+                summed[index] = value
         if self.layout.world > 1:
             self._sum_over_ranks(summed)
         return summed

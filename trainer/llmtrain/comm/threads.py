@@ -47,9 +47,9 @@ def even_cores(gather_all: Callable[[list[int]], list[list[int]]]) -> int:
     """Return how many cores this rank has for itself where ranks that may use the same cores, or have one quota of
     processor time, share them evenly, at least 1. gather_all: as `Ranks` has it. Collective."""
     cores, quota, host = os.sched_getaffinity(0), cpu_quota(), socket.gethostname()
-    places = (sha256(f"{host} {shared}".encode()).digest() for shared in (sorted(cores), quota.group))
+    digests = (sha256(f"{host} {shared}".encode()).digest() for shared in (sorted(cores), quota.group))
     # 56 bits, which an int64 holds.
-    own = [int.from_bytes(place[:7], "big") for place in places]
+    own = [int.from_bytes(digest[:7], "big") for digest in digests]
     gathered = gather_all(own)
-    by_cores, by_quota = (sum(each[place] == own[place] for each in gathered) for place in range(2))
+    by_cores, by_quota = (sum(each[index] == own[index] for each in gathered) for index in range(2))
     return max(1, int(min(len(cores) / by_cores, quota.cores / by_quota)))

@@ -226,8 +226,8 @@ class Watchdog:
         reason = EndReason(sentence, gone[0] if gone else None)
         processes = [asdict(self._heartbeats[rank].process) for rank in gone if rank in self._heartbeats]
         text = json.dumps(asdict(reason) | {"gone": processes})
-        held = self._store.compare_set(REASON, "", text).decode()
-        if held == text:
+        stored = self._store.compare_set(REASON, "", text).decode()
+        if stored == text:
             # Say the reason first: the launcher takes a rank that dies without a reason for the reason, and the others
             # may end as soon as they read the reason.
             self._say(reason)
@@ -237,7 +237,7 @@ class Watchdog:
                 # The others still have to read the reason, and this process may hold the store.
                 time.sleep(2 * self._pause)
             os._exit(EXIT_FAILED)
-        self._end_with(json.loads(held))
+        self._end_with(json.loads(stored))
 
     def _end_with(self, reason: dict[str, Any]) -> None:
         """Act on the reason that another rank has given and printed."""

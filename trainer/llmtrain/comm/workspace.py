@@ -15,11 +15,11 @@ class Workspace:
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the buffer `name` as `[numel]` of `dtype`, uninitialized. Raises RuntimeError if it is smaller."""
-        nbytes, held = numel * dtype.itemsize, self._buffers.get(name)
-        if held is None or held.numel() < nbytes:
-            planned = 0 if held is None else held.numel()
+        nbytes, buffer = numel * dtype.itemsize, self._buffers.get(name)
+        if buffer is None or buffer.numel() < nbytes:
+            planned = 0 if buffer is None else buffer.numel()
             raise RuntimeError(f"the buffer {name!r} was planned with {planned} bytes, but {nbytes} are taken")
-        return held[:nbytes].view(dtype)
+        return buffer[:nbytes].view(dtype)
 
     @property
     def nbytes(self) -> int:

@@ -58,67 +58,67 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
     heed_launcher()
     given = load_cluster(options.cluster) if options.cluster else None
     check_writable(options.output, options.plot)
-    place = launched(os.environ, nproc)
-    with loading("PyTorch", place is None or place.is_first):
+    launched_as = launched(os.environ, nproc)
+    with loading("PyTorch", launched_as is None or launched_as.is_first):
         from llmtrain.comm.device import gpu_count
 
     gpus = gpu_count()
-    world = place.world if place else nproc or gpus
+    world = launched_as.world if launched_as else nproc or gpus
     if world < 2:
         raise BadInputError(
             f"bench comm measures the links between at least 2 ranks; here {'is 1' if world else 'is no GPU for any'}; "
             "add --nproc N, or start bench comm through torchrun, srun or mpirun"
         )
-    check_gpus(gpus, place, world)
+    check_gpus(gpus, launched_as, world)
     set_gpu_variables(world)
-    if place is not None:
-        _measure_as_rank(options, given, place)
+    if launched_as is not None:
+        _measure_as_rank(options, given, launched_as)
         return
     from llmtrain.launch.local import launch
 
     launch(world, options.arguments)
 
 
-def _measure_as_rank(options: CommBench, given: Cluster | None, place: Launched) -> None:
+def _measure_as_rank(options: CommBench, given: Cluster | None, launch: Launched) -> None:
     from llmtrain.comm.ranks import connect, disconnect
     from llmtrain.launch.local import die_with_launcher
 
-    os.environ.update(place.variables)
+    os.environ.update(launch.variables)
     die_with_launcher()
-    one_machine = place.ranks_per_node >= place.world
-    if place.world % place.ranks_per_node and not one_machine:
+    one_machine = launch.ranks_per_node >= launch.world
+    if launch.world % launch.ranks_per_node and not one_machine:
         raise BadInputError(
-            f"there are {place.world} ranks with {place.ranks_per_node} on the first node; start as many on each"
+            f"there are {launch.world} ranks with {launch.ranks_per_node} on the first node; start as many on each"
         )
     if given is not None:
-        tiers(given, place.world, place.ranks_per_node)
-    machine = this_machine(place.local_rank, place.ranks_per_node, _accelerator_address(place.local_rank))
+        tiers(given, launch.world, launch.ranks_per_node)
+    machine = this_machine(launch.local_rank, launch.ranks_per_node, _accelerator_address(launch.local_rank))
     machines = list[Machine]()
 
     def seen(store: "Store") -> Cluster:
-        machines.extend(_gather_machines(store, place, machine))
-        return _start_from(given, machines, place.ranks_per_node, one_machine)
+        machines.extend(_gather_machines(store, launch, machine))
+        return _start_from(given, machines, launch.ranks_per_node, one_machine)
 
     # Ranks of clusters that only one network joins cannot connect before they know it.
-    ranks = connect(Layout({Axis.DATA: place.world}), timeout=TIMEOUT, cluster=seen, noted=True)
+    ranks = connect(Layout({Axis.DATA: launch.world}), timeout=TIMEOUT, cluster=seen, noted=True)
     with end_together(ranks):
-        cluster = _start_from(given, machines, place.ranks_per_node, one_machine)
+        cluster = _start_from(given, machines, launch.ranks_per_node, one_machine)
         found = _measure(cluster, machines, ranks, one_machine)
         if ranks.is_main:
-            _report(options, cluster, found, place.world, discovered=given is None)
+            _report(options, cluster, found, launch.world, discovered=given is None)
         # Rank 0 hosts the store, so it must leave last.
         ranks.all_agree(True)
     disconnect(ranks)
 
 
-def _gather_machines(store: "Store", place: Launched, machine: Machine) -> list[Machine]:
+def _gather_machines(store: "Store", launch: Launched, machine: Machine) -> list[Machine]:
     """Return each rank's view of its machine. Collective."""
-    store.set(f"machine/{place.rank}", json.dumps(machine.as_data()))
-    found = [Machine.of(json.loads(store.get(f"machine/{rank}"))) for rank in range(place.world)]
+    store.set(f"machine/{launch.rank}", json.dumps(machine.as_data()))
+    found = [Machine.of(json.loads(store.get(f"machine/{rank}"))) for rank in range(launch.world)]
     # Rank 0 holds the store, and may end because of what it has read.
-    if store.add("machines read", 1) == place.world:
+    if store.add("machines read", 1) == launch.world:
         store.set("all machines read", "")
-    if place.is_first:
+    if launch.is_first:
         store.wait(["all machines read"])
     return found
 
@@ -195,5 +195,5 @@ def _accelerator_address(local_rank: int) -> str | None:
     """Return the PCI address of a rank's accelerator, None without one."""
     from llmtrain.comm.device import device_of, gpus
 
-    seen, place = gpus(), device_of(local_rank).index
-    return seen[place].address if place is not None and place < len(seen) else None
+    seen, index = gpus(), device_of(local_rank).index
+    return seen[index].address if index is not None and index < len(seen) else None

@@ -101,7 +101,7 @@ def _measured(paths: Sequence[str], seconds: float) -> MemoryFound:
 def _sockets(path: str, cores: Cores, usable: frozenset[int]) -> Iterator["SocketBinding"]:
     """Yield the sockets from which a volume is measured; none where there is one, or where its own is not known."""
     own = volume_socket(path, cores)
-    others = [number for number, held in cores.items() if number != own and held & usable]
+    others = [number for number, socket_cores in cores.items() if number != own and socket_cores & usable]
     if own is None or not cores[own] & usable or not others:
         return
     yield "near", _bound(cores[own] & usable, usable)

@@ -33,28 +33,28 @@ ANSWER = 20
 _USABLE = 0.97
 
 
-def check_gpus(gpus: int, place: Launched | None, world: int) -> None:
+def check_gpus(gpus: int, launch: Launched | None, world: int) -> None:
     """Raise BadInputError if this machine would run more ranks than it has GPUs.
 
-    place: this rank's launch environment, None if all `world` ranks start here. If a launcher gives each rank its own
+    launch: how this rank was launched, None if all `world` ranks start here. If a launcher gives each rank its own
     GPU, the rank sees only that one.
     """
     # Not every launcher gives the number of local ranks, but all give the local rank.
-    here = world if place is None else place.local_rank + 1
-    if gpus and here > gpus and (place is None or gpus > 1):
+    here = world if launch is None else launch.local_rank + 1
+    if gpus and here > gpus and (launch is None or gpus > 1):
         raise BadInputError(
             f"there are to be {here} ranks or more on a machine with {gpus} GPUs; start at most one for each GPU, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on its processors"
         )
 
 
-def idle_gpus(gpus: int, place: Launched) -> str | None:
+def idle_gpus(gpus: int, launch: Launched) -> str | None:
     """Return a sentence if a launcher has started fewer ranks on this machine than it has GPUs, else None: also where
     --nproc asked for as many."""
-    if place.ranks_per_node >= gpus or place.by == "llmtrain":
+    if launch.ranks_per_node >= gpus or launch.by == "llmtrain":
         return None
     return (
-        f"{place.by} has started {place.ranks_per_node} of the {gpus} ranks that this machine's GPUs could take, so "
+        f"{launch.by} has started {launch.ranks_per_node} of the {gpus} ranks that this machine's GPUs could take, so "
         "the other GPUs are idle; start one for each (srun --ntasks-per-node, torchrun --nproc_per_node)"
     )
 
@@ -163,16 +163,16 @@ def gpu_memory_problem(cluster: Cluster | None) -> str | None:
     )
 
 
-def held_by_others() -> str | None:
+def memory_held_by_others() -> str | None:
     """Return a sentence if other programs hold so much of a GPU's memory, by NVIDIA's driver, that a plan which fills
     the GPU may not fit; else None. Call it before a rank starts."""
     found = re.findall(r"^(\d+) MiB, (\d+) MiB$", _asked("memory.used,memory.total"), re.MULTILINE)
-    held = max((int(used) for used, total in found if int(used) > (1 - _USABLE) * int(total)), default=0)
-    if not held:
+    used_mib = max((int(used) for used, total in found if int(used) > (1 - _USABLE) * int(total)), default=0)
+    if not used_mib:
         return None
     return (
-        f"other programs hold {units.size(held * 2**20)} of a GPU's memory (nvidia-smi shows which), of which no plan "
-        "knows; state what is left as cluster.accelerator.memory"
+        f"other programs hold {units.size(used_mib * 2**20)} of a GPU's memory (nvidia-smi shows which), of which no "
+        "plan knows; state what is left as cluster.accelerator.memory"
     )
 
 

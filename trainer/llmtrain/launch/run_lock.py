@@ -34,7 +34,7 @@ RENEWAL, LOOK = 2.0, 1.0
 UNLOCKED_LOOKS, LOCKLESS_LOOKS = 10, 60
 # The fewest looks, however old the lease seems: clocks may differ.
 FEWEST_LOOKS = 5
-_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCKED_BY_OTHERS = (errno.EACCES, errno.EAGAIN)
 # Linux's struct flock: l_type, l_whence, l_start, l_len, l_pid.
 _FLOCK = "hhqqi0q"
 # The file has this length while it is held, so that one write replaces all of it.
@@ -291,5 +291,5 @@ def _lock(file: int) -> bool | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return False if error.errno in _HELD else None
+        return False if error.errno in _LOCKED_BY_OTHERS else None
     return True

@@ -15,10 +15,10 @@ RANDOM_BLOCK = 1 << 20
 
 def initialize(unit: UnitSpec, start: int, end: int, seed: int, out: Tensor) -> None:
     """Fill `out`, fp32 `[end - start]`, with the initial values of `[start, end)` of the unit."""
-    place = 0
+    offset = 0
     for tensor, first, last in unit.tensor_ranges(start, end):
-        _draw(tensor, first, last, seed, out[place : place + last - first])
-        place += last - first
+        _draw(tensor, first, last, seed, out[offset : offset + last - first])
+        offset += last - first
 
 
 def _draw(tensor: TensorSpec, first: int, last: int, seed: int, out: Tensor) -> None:

@@ -73,8 +73,8 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     """Return cosine and sine, each fp32 `[positions, 1, rotary_dim / 2]` (RoFormer, section 3.2)."""
     channels = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32)
     frequencies = _scaled(config.rope_theta ** (-channels / config.rotary_dim), config.rope_scaling)
-    places = torch.arange(config.positions, device=device, dtype=torch.float32)
-    angles = torch.outer(places, frequencies).unsqueeze(1)
+    positions = torch.arange(config.positions, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies).unsqueeze(1)
     return angles.cos(), angles.sin()
 
 

@@ -42,7 +42,7 @@ class TensorSpec:
         return prod(self.shape)
 
     @property
-    def held(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """The `[start, end)` of the full tensor's elements that this rank holds."""
         if self.rows is None:
             return 0, self.numel
@@ -66,7 +66,7 @@ class UnitSpec:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Start of each tensor, and the end of the last."""
-        return tuple(accumulate((tensor.held[1] - tensor.held[0] for tensor in self.tensors), initial=0))
+        return tuple(accumulate((tensor.local_range[1] - tensor.local_range[0] for tensor in self.tensors), initial=0))
 
     @property
     def numel(self) -> int:
@@ -107,20 +107,20 @@ class UnitSpec:
         found = []
         while start < end:
             tensor, offset = self.tensors[index], self.offsets[index]
-            stop, shift = min(end, self.offsets[index + 1]), tensor.held[0] - offset
+            stop, shift = min(end, self.offsets[index + 1]), tensor.local_range[0] - offset
             if stop > start:
                 found.append((tensor, start + shift, stop + shift))
             start, index = stop, index + 1
         return found
 
-    def slice(self, place: int, parts: int) -> "UnitSpec":
-        """Return the part of this full unit that the tensor-parallel rank at `place` of `parts` holds.
+    def slice(self, tensor_rank: int, parts: int) -> "UnitSpec":
+        """Return the part of this full unit that tensor-parallel rank `tensor_rank` of `parts` holds.
 
         Rows are divided as evenly as possible (a vocabulary need not be a multiple of `parts`).
         """
 
         def part(tensor: TensorSpec) -> TensorSpec:
-            return replace(tensor, rows=even_share(tensor.shape[0], parts, place)) if tensor.split else tensor
+            return replace(tensor, rows=even_share(tensor.shape[0], parts, tensor_rank)) if tensor.split else tensor
 
         return UnitSpec(self.name, tuple(map(part, self.tensors))) if parts > 1 else self
 
@@ -139,10 +139,10 @@ def _model_units(config: GPTConfig) -> tuple[UnitSpec, ...]:
 
 
 @lru_cache(maxsize=64)
-def sliced_units(config: GPTConfig, place: int, parts: int) -> tuple[UnitSpec, ...]:
-    """Return the parts of the model's units that the tensor-parallel rank at `place` of `parts` holds. Cached, because
+def sliced_units(config: GPTConfig, tensor_rank: int, parts: int) -> tuple[UnitSpec, ...]:
+    """Return the parts of the model's units that tensor-parallel rank `tensor_rank` of `parts` holds. Cached, because
     plans ask for them for many ranks."""
-    return tuple(unit.slice(place, parts) for unit in _model_units(config))
+    return tuple(unit.slice(tensor_rank, parts) for unit in _model_units(config))
 
 
 def parameter_count(config: GPTConfig) -> int:

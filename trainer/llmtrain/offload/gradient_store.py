@@ -54,10 +54,10 @@ class BucketedGradients:
 
     def add(self, unit: str, part: Tensor, first: bool, last: bool) -> None:
         """See GradientStore."""
-        held = self._units[unit]
+        gradients = self._units[unit]
         if last:
             self._squares[unit] = _Squares(self._ranges[unit])
-        for number, bucket, owned in zip(held.numbers, held.buckets, held.owned, strict=True):
+        for number, bucket, owned in zip(gradients.numbers, gradients.buckets, gradients.owned, strict=True):
             total = self._tier.take(number)
             own = self._to_host(part[bucket.start : bucket.end])
             if first:
@@ -70,11 +70,11 @@ class BucketedGradients:
 
     def add_into(self, unit: str, part: Tensor, first: bool, total: Tensor) -> None:
         """See GradientStore."""
-        held = self._units[unit]
+        gradients = self._units[unit]
         if first:
             total.copy_(part)
             return
-        for number, bucket in zip(held.numbers, held.buckets, strict=True):
+        for number, bucket in zip(gradients.numbers, gradients.buckets, strict=True):
             own = slice(bucket.start, bucket.end)
             total[own].copy_(self._tier.take(number))
             self._tier.link.to_device += total[own].nbytes if len(self._came) else 0
@@ -108,8 +108,8 @@ class BucketedGradients:
         return self._squares[unit].total(within)
 
     def _stepped(self, unit: str) -> list[tuple[int, Bucket]]:
-        held = self._units[unit]
-        return [(number, held.buckets[number - held.first]) for number in held.stepped]
+        gradients = self._units[unit]
+        return [(number, gradients.buckets[number - gradients.first]) for number in gradients.stepped]
 
     def _to_host(self, values: Tensor) -> Tensor:
         """Return values in the host's memory, valid until the next call."""

@@ -47,5 +47,5 @@ class MoveRing:
 
     def _changes_before(self, count: int) -> bool:
         """Whether a bucket to be read changes in a move that is not complete."""
-        moves = (self._move(place) for place in range(self._done, count))
+        moves = (self._move(index) for index in range(self._done, count))
         return any(move.writes and move.bucket == self._move(count).bucket for move in moves)

@@ -67,7 +67,7 @@ class OffloadedStates:
         buckets, before = self._buckets[own[0] : own[-1] + 1], unit.optimizer
         unit.at_rest = shards[unit.spec.name] if unit.hops.placement.writes_at_rest else None
         offloaded = OffloadedBuckets(self.stepper, own[0], buckets, self._spare, unit.at_rest)
-        (start, end), first_offloaded = before.held, before.held[0] + buckets[0].start
+        (start, end), first_offloaded = before.bounds, before.bounds[0] + buckets[0].start
         rules = unit.step_rule(first_offloaded, unit.hops.placement.backend), unit.step_rule(end, self._offload.backend)
         if unit.masters_are_weights:
             masters = unit.owned_weight
@@ -81,7 +81,10 @@ class OffloadedStates:
 
     def _keep(self, unit: ShardedUnit) -> None:
         """Let checkpoints read the states of a unit that stays as late as those of the others."""
-        (start, end), rule = unit.optimizer.held, unit.step_rule(unit.optimizer.held[1], unit.hops.placement.backend)
+        (start, end), rule = (
+            unit.optimizer.bounds,
+            unit.step_rule(unit.optimizer.bounds[1], unit.hops.placement.backend),
+        )
         masters = unit.owned_weight if unit.masters_are_weights else unit.optimizer.read("master", start, end)
         unit.optimizer = OptimizerShard(rule, (start, end), masters, read_late=True)
 

@@ -41,8 +41,8 @@ class OffloadedShard:
     def __init__(
         self, resident: OptimizerShard, offloaded: OffloadedBuckets, rule: StepRule, in_weights: Mapping[str, Tensor]
     ) -> None:
-        start = resident.held[0]
-        self.held = (start, start + offloaded.buckets[-1].end)
+        start = resident.bounds[0]
+        self.bounds = (start, start + offloaded.buckets[-1].end)
         self._resident, self._offloaded, self._rule, self._in_weights = resident, offloaded, rule, in_weights
         # The ticket of the newest range. A step in ranges is done by one thread in order, so the earlier ranges are
         # done before it.
@@ -51,13 +51,13 @@ class OffloadedShard:
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """See `OptimizerStates.step_ahead`."""
         spare = self._offloaded.spare
-        works = [work for work in self._works(self.held, gradient, weight) if work.bucket in spare]
+        works = [work for work in self._works(self.bounds, gradient, weight) if work.bucket in spare]
         self._offloaded.stepper.step_ahead([StepAhead(work, spare[work.bucket]) for work in works])
 
     def step(self, within: ElementRange, gradient: Tensor, numbers: AdamWStep, weight: Tensor) -> StepTicket:
         """See `OptimizerStates.step`. within: all elements, or a range of a step that passes through all in order."""
         self._stepped = ticket = self._offloaded.stepper.step(self._works(within, gradient, weight), numbers)
-        for start, end in _common(self._resident.held, within):
+        for start, end in _common(self._resident.bounds, within):
             own = slice(start - within[0], end - within[0])
             self._resident.step((start, end), gradient[own], numbers, weight[own])
         return ticket
@@ -68,7 +68,7 @@ class OffloadedShard:
             # Other units may still be stepped: their buckets, in which this reads nothing, are not waited for.
             self._stepped.wait()
         if name in self._in_weights:
-            return self._in_weights[name][start - self.held[0] : end - self.held[0]]
+            return self._in_weights[name][start - self.bounds[0] : end - self.bounds[0]]
         values, done = torch.empty(end - start), 0
         # Not all parts at the same time: a checkpoint has no memory for all of them twice.
         for read in _started(self._reads(name, start, end), PARTS):
@@ -84,7 +84,7 @@ class OffloadedShard:
 
     def _reads(self, name: str, start: int, end: int) -> Iterator[Callable[[], Tensor]]:
         """Yield what returns the values of each part of a range, in order. Parts in files are read from then on."""
-        for part in _common(self._resident.held, (start, end)):
+        for part in _common(self._resident.bounds, (start, end)):
             yield partial(self._resident.read, name, *part)
         states, state = self._offloaded.stepper.states, self._rule.masters.names.index(name)
         for number, part, _ in self._parts(start, end):
@@ -95,9 +95,9 @@ class OffloadedShard:
         end = start + values.numel()
         self._offloaded.stepper.finish()
         if name in self._in_weights:
-            self._in_weights[name][start - self.held[0] : end - self.held[0]].copy_(values)
+            self._in_weights[name][start - self.bounds[0] : end - self.bounds[0]].copy_(values)
             return
-        for first, last in _common(self._resident.held, (start, end)):
+        for first, last in _common(self._resident.bounds, (start, end)):
             self._resident.write(name, first, values[first - start : last - start])
         for number, part, own in self._parts(start, end):
             self._offloaded.stepper.states.write(number, self._rule.masters.names.index(name), part[0], values[own])
@@ -106,12 +106,12 @@ class OffloadedShard:
     def use_masters(self, masters: Tensor) -> None:
         """See `OptimizerShard.use_masters`."""
         self._in_weights = {"master": masters}
-        self._resident.use_masters(masters[: self._resident.held[1] - self.held[0]])
+        self._resident.use_masters(masters[: self._resident.bounds[1] - self.bounds[0]])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the resident states, and of masters that are weights."""
-        offloaded = slice(self._resident.held[1] - self.held[0], None)
+        offloaded = slice(self._resident.bounds[1] - self.bounds[0], None)
         return self._resident.nbytes + sum(state[offloaded].nbytes for state in self._in_weights.values())
 
     @property
@@ -122,7 +122,7 @@ class OffloadedShard:
     def _works(self, within: ElementRange, gradient: Tensor, weight: Tensor) -> list[BucketStep]:
         computed = recorded(gradient.is_cuda or weight.is_cuda)
         if self._offloaded.at_rest is not None:
-            weight = self._offloaded.at_rest[within[0] - self.held[0] : within[1] - self.held[0]]
+            weight = self._offloaded.at_rest[within[0] - self.bounds[0] : within[1] - self.bounds[0]]
         return [
             BucketStep(
                 bucket=number,
@@ -141,8 +141,8 @@ class OffloadedShard:
         """Yield each bucket's part of `[start, end)`: its number, the part from the bucket's first element, and the
         part from `start`."""
         for number, bucket in enumerate(self._offloaded.buckets, self._offloaded.first):
-            origin = self.held[0] + bucket.start
-            for first, last in _common((origin, self.held[0] + bucket.end), (start, end)):
+            origin = self.bounds[0] + bucket.start
+            for first, last in _common((origin, self.bounds[0] + bucket.end), (start, end)):
                 yield number, (first - origin, last - origin), slice(first - start, last - start)
 
 

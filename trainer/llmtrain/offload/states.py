@@ -58,8 +58,8 @@ class Regions:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         spare = [number for number, bucket in enumerate(buckets) if bucket.spare]
         self._regions = [[number] for number in range(len(buckets))]
-        for place, number in enumerate(spare):
-            self._regions[number].append(len(buckets) + place)
+        for index, number in enumerate(spare):
+            self._regions[number].append(len(buckets) + index)
         self.buckets = [*buckets, *(buckets[number] for number in spare)]
 
     def current(self, bucket: int) -> int:
@@ -155,10 +155,10 @@ class FileStates:
 
     def take(self, bucket: int, ahead: bool) -> tuple[Tensor, Tensor]:
         """See StateStore."""
-        held = self._buckets[bucket]
+        taken = self._buckets[bucket]
         with self._lock:
-            states = self._ring.take().view(torch.float32).view(held.states, -1)
-        inside = states[:, : held.end - held.start]
+            states = self._ring.take().view(torch.float32).view(taken.states, -1)
+        inside = states[:, : taken.end - taken.start]
         return inside, inside
 
     def put(self, bucket: int, ahead: bool) -> None:
@@ -173,12 +173,12 @@ class FileStates:
     def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
         """See StateStore; the copy is the caller's."""
         self.settle()
-        region, place = self._regions.current(bucket), state * self._buckets[bucket].part
-        return self._file.elements(region, place, torch.float32, start, end)
+        region, offset = self._regions.current(bucket), state * self._buckets[bucket].part
+        return self._file.elements(region, offset, torch.float32, start, end)
 
     def write(self, bucket: int, state: int, start: int, values: Tensor) -> None:
         """See StateStore."""
-        part, place = self._buckets[bucket].part, state * self._buckets[bucket].part
+        part, offset = self._buckets[bucket].part, state * self._buckets[bucket].part
         region = self._regions.current(bucket)
         with self._lock:
             self._ring.flush()
@@ -188,9 +188,9 @@ class FileStates:
             self._stagings.rotate(-1)
             if 4 * values.numel() < part:
                 self._finish_writes()
-                self._file.reading(region, place, staged)()
+                self._file.reading(region, offset, staged)()
             staged.view(torch.float32)[start : start + values.numel()].copy_(values)
-            self._writes.append(self._file.writing(region, place, staged))
+            self._writes.append(self._file.writing(region, offset, staged))
 
     def usage(self) -> TierUsage:
         """See StateStore. Reads of `start_read` and writes of `write` are not counted."""

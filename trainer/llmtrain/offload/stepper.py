@@ -107,11 +107,11 @@ class _Queue:
         if not self.ahead:
             return None
         # The host adds units long before the GPU has computed their gradients.
-        arrived = (place for place in reversed(range(len(self.ahead))) if self.ahead[place][0].work.computed.query())
-        place = next(arrived, 0)
-        job = self.ahead[place].popleft()
-        if not self.ahead[place]:
-            del self.ahead[place]
+        arrived = (index for index in reversed(range(len(self.ahead))) if self.ahead[index][0].work.computed.query())
+        index = next(arrived, 0)
+        job = self.ahead[index].popleft()
+        if not self.ahead[index]:
+            del self.ahead[index]
         self.stepped_ahead[job.work.bucket] = job
         return job
 

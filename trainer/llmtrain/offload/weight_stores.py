@@ -77,7 +77,7 @@ class FileWeights:
         """sizes: elements of each unit's shard; whole pages if `direct`. pinned: whether a GPU computes. Raises
         RunFailedError."""
         self._link, self._pinned, self._direct = LinkCount(), pinned, direct
-        self._regions = {unit: place for place, unit in enumerate(sizes)}
+        self._regions = {unit: index for index, unit in enumerate(sizes)}
         self._dtype = dtype
         regions = [in_pages(numel * dtype.itemsize) for numel in sizes.values()]
         self._file = StripedFile(volumes.paths, regions, volumes.bandwidths)

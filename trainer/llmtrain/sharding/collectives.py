@@ -45,7 +45,7 @@ def own_shard(gathered: Tensor, hops: Sequence[Hop]) -> Tensor:
     significant, first."""
     for hop in hops:
         size = gathered.numel() // hop.radix
-        gathered = gathered[hop.place * size : (hop.place + 1) * size]
+        gathered = gathered[hop.position * size : (hop.position + 1) * size]
     return gathered
 
 

@@ -116,7 +116,7 @@ class Engine:
         names: the units that it uses.
         """
         self._cursor.begin(action)
-        with self.gradients.held(names, hold):
+        with self.gradients.redirected(names, hold):
             self._run_backward(run)
 
     def unit_of(self, parameter: nn.Parameter) -> str:

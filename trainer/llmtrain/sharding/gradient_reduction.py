@@ -42,8 +42,8 @@ class Reduction(UnitGradient, Protocol):
         """Return the steps of a reduction. values: `[padded]`, gradients of the full unit: of one microbatch, in the
         dtype of the weights, or of a run of microbatches, in a buffer; or the unit's own gradient."""
 
-    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
-        """Return the collectives of the steps. held: dtype of the values."""
+    def traffic(self, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
+        """Return the collectives of the steps. dtype: of the values."""
 
 
 class ResidentGradient:
@@ -74,7 +74,7 @@ class LastReduction(ResidentGradient):
         """See Reduction."""
         return self._last_steps(workspace) if issue.last else []
 
-    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
+    def traffic(self, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
         """See Reduction."""
         return last_traffic(self._unit, self._packing) if issue.last else []
 
@@ -102,9 +102,9 @@ class ShardedReduction(LastReduction):
         """See Reduction."""
         return [*self._first_steps(values, issue.first, workspace), *super().steps(values, issue, workspace)]
 
-    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
+    def traffic(self, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
         """See Reduction."""
-        return traffic(self._unit, self._packing, issue, held)
+        return traffic(self._unit, self._packing, issue, dtype)
 
     def _first_steps(self, buffer: Tensor, first: bool, workspace: Workspace) -> list[HopStep]:
         """first: whether the sum overwrites the shard."""
@@ -133,10 +133,10 @@ def reduce_to_optimizer_shard(
     ]
 
 
-def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce, held: torch.dtype) -> list[Traffic]:
-    """Return the collectives that sum one microbatch's gradients, of dtype `held`, into the gradient shards, and after
-    the last one their sum."""
-    hops, sizes = unit.hops.reduce(1, unit.degrees.gradients), ((unit.wire or held).itemsize, _sum_bytes(unit))
+def traffic(unit: ShardedUnit, packing: Packing | None, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
+    """Return the collectives that sum one microbatch's gradients, of `dtype`, into the gradient shards, and after the
+    last one their sum."""
+    hops, sizes = unit.hops.reduce(1, unit.degrees.gradients), ((unit.wire or dtype).itemsize, _sum_bytes(unit))
     first = reduce_traffic("gradients", hops, unit.ranges.padded, sizes, packing)
     return first + (last_traffic(unit, packing) if issue.last else [])
 

@@ -32,9 +32,9 @@ class GradientSum(Protocol):
     def release(self) -> None:
         """Let autograd no longer add to the sum by itself."""
 
-    def add(self, place: int, gradient: Tensor) -> None:
-        """Add the gradient of the parameter at `place`, of its shape and in the compute dtype; a GPU keeps small ones
-        until `flush`."""
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of the unit's parameter `index`, of its shape and in the compute dtype; a GPU keeps small
+        ones until `flush`."""
 
     def flush(self) -> None:
         """Add all gradients that are kept. Called when the pass's gradients are complete."""
@@ -50,19 +50,19 @@ class Kept:
     def __init__(self, unit: ShardedUnit) -> None:
         self._starts, self._gradients = unit.parameters.starts, dict[int, Tensor]()
 
-    def add(self, flat: Tensor, place: int, gradient: Tensor, overwrite: bool) -> None:
-        """Keep a small gradient of the parameter at `place`, in the compute dtype, on a GPU; else add it to `flat`,
+    def add(self, flat: Tensor, index: int, gradient: Tensor, overwrite: bool) -> None:
+        """Keep a small gradient of the unit's parameter `index`, in the compute dtype, on a GPU; else add it to `flat`,
         `[padded]`, or replace what is there."""
         if takes_triton(flat) and kept(gradient.numel()):
-            self._gradients[place] = gradient
+            self._gradients[index] = gradient
         else:
-            accumulate(flat, self._starts[place : place + 1], [gradient], overwrite)
+            accumulate(flat, self._starts[index : index + 1], [gradient], overwrite)
 
     def flush(self, flat: Tensor, overwrite: bool) -> None:
         """Add what is kept to `flat`, `[padded]` of the compute dtype or fp32, or replace what is there."""
         found, self._gradients = dict(sorted(self._gradients.items())), {}
         if found:
-            accumulate(flat, [self._starts[place] for place in found], [*found.values()], overwrite)
+            accumulate(flat, [self._starts[index] for index in found], [*found.values()], overwrite)
 
 
 class UnshardedSum:
@@ -97,9 +97,9 @@ class UnshardedSum:
         self.by_autograd = False
         _clear(self._unit)
 
-    def add(self, place: int, gradient: Tensor) -> None:
+    def add(self, index: int, gradient: Tensor) -> None:
         """See GradientSum."""
-        self._kept.add(self._unit.gradient, place, gradient, self._overwrites)
+        self._kept.add(self._unit.gradient, index, gradient, self._overwrites)
 
     def flush(self) -> None:
         """See GradientSum."""
@@ -135,11 +135,11 @@ class BufferedSum:
         """See GradientSum."""
         _clear(self._unit)
 
-    def add(self, place: int, gradient: Tensor) -> None:
+    def add(self, index: int, gradient: Tensor) -> None:
         """See GradientSum."""
         if not len(self._buffer):
             self._buffer = self._open()
-        self._kept.add(self._buffer, place, gradient, self._overwrites)
+        self._kept.add(self._buffer, index, gradient, self._overwrites)
 
     def flush(self) -> None:
         """See GradientSum."""

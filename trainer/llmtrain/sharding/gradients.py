@@ -75,10 +75,10 @@ class GradientReducer:
         self._hold: Take | None = None
         self._pass: Pass
         self._reduces: Mapping[str, Reduce] = {}
-        self._places = {
-            parameter: (name, place)
+        self._unit_and_index = {
+            parameter: (name, index)
             for name, unit in units.items()
-            for place, parameter in enumerate(unit.parameters.tensors)
+            for index, parameter in enumerate(unit.parameters.tensors)
         }
         # Ranges of units, and the share of the squares of each that this rank adds to the norm.
         ranges = [
@@ -158,7 +158,7 @@ class GradientReducer:
             self._completing += tickets[-1:]
 
     @contextmanager
-    def held(self, names: Iterable[str], hold: Take) -> Iterator[None]:
+    def redirected(self, names: Iterable[str], hold: Take) -> Iterator[None]:
         """Call `hold` with each gradient that autograd computes inside, of the units `names`, and add none."""
         for name in names:
             self._listen(name, True)
@@ -169,11 +169,11 @@ class GradientReducer:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of a parameter."""
-        self._add(*self._places[parameter], gradient)
+        self._add(*self._unit_and_index[parameter], gradient)
 
     def unit_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter's unit."""
-        return self._places[parameter][0]
+        return self._unit_and_index[parameter][0]
 
     def close(self) -> None:
         """Remove the hooks and leave the process groups of replicas."""
@@ -195,14 +195,14 @@ class GradientReducer:
         if reports and name not in self._hooks:
             parameters = self._units[name].parameters.tensors
             self._hooks[name] = [
-                one.register_post_accumulate_grad_hook(partial(self._accumulated, name, place))
-                for place, one in enumerate(parameters)
+                one.register_post_accumulate_grad_hook(partial(self._accumulated, name, index))
+                for index, one in enumerate(parameters)
             ]
         elif not reports:
             for hook in self._hooks.pop(name, []):
                 hook.remove()
 
-    def _accumulated(self, name: str, place: int, parameter: nn.Parameter) -> None:
+    def _accumulated(self, name: str, index: int, parameter: nn.Parameter) -> None:
         if self._gradients[name].sum.by_autograd:
             self._added(name)
             return
@@ -211,12 +211,12 @@ class GradientReducer:
         if gradient is None:
             return
         if self._hold is None:
-            self._add(name, place, gradient)
+            self._add(name, index, gradient)
         else:
             self._hold(parameter, gradient)
 
-    def _add(self, name: str, place: int, gradient: Tensor) -> None:
-        self._gradients[name].sum.add(place, gradient)
+    def _add(self, name: str, index: int, gradient: Tensor) -> None:
+        self._gradients[name].sum.add(index, gradient)
         self._added(name)
 
     def _added(self, name: str) -> None:
@@ -234,7 +234,7 @@ class GradientReducer:
         return last and name not in self._reductions and name not in groups.tied and groups.partial is None
 
     def _new_buffer(self, name: str) -> Tensor:
-        """Return the buffer of a unit's gradients that this pass opens, once no other reduction reads its place."""
+        """Return the buffer of a unit's gradients that this pass opens, once no other reduction reads there."""
         offset = next(one.offset for one in self._pass.backward if one.unit == name)
         size = self._units[name].ranges.padded
         assert offset is not None

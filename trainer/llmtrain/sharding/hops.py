@@ -45,22 +45,22 @@ class Hop:
         return self.collectives.workspace
 
     @property
-    def place(self) -> int:
-        """Place of this rank's part in the group's buffer."""
-        return self.collectives.place
+    def position(self) -> int:
+        """Position of this rank's part in the group's buffer."""
+        return self.collectives.position
 
 
 @dataclass(frozen=True, eq=False)
 class Hops:
     """Every hop of this rank over the axes of a placement, the fastest first.
 
-    place: of this rank along those axes. weights, gradients: the hops of gathers and of reductions, over all levels.
+    data_rank: this rank along those axes. weights, gradients: the hops of gathers and of reductions, over all levels.
     Gathers and reductions run at the same time, so each have their own groups. flat: one hop over all levels of the
     weights, if gathers are not hierarchical. allocating: encloses the allocation of memory that they use.
     """
 
     placement: Placement
-    place: int = 0
+    data_rank: int = 0
     weights: tuple[Hop, ...] = ()
     gradients: tuple[Hop, ...] = ()
     flat: tuple[Hop, ...] = ()
@@ -105,11 +105,11 @@ def between(hops: Sequence[Hop], inner: int, outer: int) -> tuple[Hop, ...]:
 def make_hops(ranks: Ranks, placement: Placement, lanes: LaneBuffers) -> Hops:
     """Make the process groups that a placement needs. lanes: what their collectives need. Collective: every rank makes
     all of them in the same order."""
-    lines, place = ranks.layout.groups(*placement.axes), ranks.layout.coordinate(ranks.rank, *placement.axes)
+    lines, data_rank = ranks.layout.groups(*placement.axes), ranks.layout.coordinate(ranks.rank, *placement.axes)
 
     def hop(lane: Lane, level: Level) -> Hop:
         flat = lane.kind == "flat"
-        groups = [[line[place] for place in group] for line in lines for group in level.groups(placement.degrees.ranks)]
+        groups = [[line[rank] for rank in group] for line in lines for group in level.groups(placement.degrees.ranks)]
         order = flat_order(placement) if flat else range(level.radix)
         collectives = ranks.collectives(make_groups(ranks, groups, ctas=LANE_CTAS), lanes[lane], order)
         name = "gather" if flat else lane.kind
@@ -124,4 +124,4 @@ def make_hops(ranks: Ranks, placement: Placement, lanes: LaneBuffers) -> Hops:
     weights, gradients, flat = (
         tuple(one for kind, one in made if kind == each) for each in ("gather", "reduce", "flat")
     )
-    return Hops(placement, place, weights, gradients, flat)
+    return Hops(placement, data_rank, weights, gradients, flat)

@@ -43,7 +43,7 @@ class InFlight:
         self._slots.rotate(-1)
         steps = build(slot.workspace)
         blocks = [step.stream.blocks for step in steps]
-        now = next((place for place, pair in enumerate(pairwise(blocks), 1) if pair == (True, False)), len(steps))
+        now = next((index for index, pair in enumerate(pairwise(blocks), 1) if pair == (True, False)), len(steps))
         tickets = _queued(slot, steps[:now])
         if now < len(steps):
             self._later = _Later(partial(_queued, slot, steps[now:]))

@@ -77,9 +77,9 @@ class OffloadedReduction:
         steps += reduce_to_optimizer_shard(unit, total, owned, self._packing, workspace)
         return [*steps, self._step(lambda: store.put(name, owned))]
 
-    def traffic(self, issue: Reduce, held: torch.dtype) -> list[Traffic]:
+    def traffic(self, issue: Reduce, dtype: torch.dtype) -> list[Traffic]:
         """See Reduction."""
-        return traffic(self._unit, self._packing, issue, held)
+        return traffic(self._unit, self._packing, issue, dtype)
 
     def squares(self, within: ElementRange) -> Tensor:
         """See UnitGradient."""

@@ -110,12 +110,12 @@ class OptimizerShard:
     """
 
     def __init__(
-        self, rule: StepRule, held: ElementRange, masters: Tensor, read_late: bool = False, moments: bool = True
+        self, rule: StepRule, bounds: ElementRange, masters: Tensor, read_late: bool = False, moments: bool = True
     ) -> None:
-        """held: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory of
-        their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written. moments:
+        """bounds: `[start, end)` with padding. masters: fp32 `[end - start]`; either the weights themselves or memory
+        of their own, as the rule has it. read_late: whether a checkpoint reads the states while it is written. moments:
         whether there are any yet."""
-        self.held, self._rule, self._late = held, rule, read_late
+        self.bounds, self._rule, self._late = bounds, rule, read_late
         self._states = {"master": masters}
         if moments:
             self._states |= {"m": torch.zeros_like(masters), "v": torch.zeros_like(masters)}
@@ -155,13 +155,13 @@ class OptimizerShard:
         return sum(state.nbytes for state in self._states.values())
 
     def _at(self, name: str, start: int, end: int) -> Tensor:
-        return self._states[name][start - self.held[0] : end - self.held[0]]
+        return self._states[name][start - self.bounds[0] : end - self.bounds[0]]
 
 
 class OptimizerStates(Protocol):
     """The optimizer states of one unit on this rank, wherever they rest. `OptimizerShard` describes the methods."""
 
-    held: ElementRange
+    bounds: ElementRange
 
     def step_ahead(self, gradient: Tensor, weight: Tensor) -> None:
         """Start to step what may be stepped before the gradients' norm is known.

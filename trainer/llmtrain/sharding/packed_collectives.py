@@ -71,7 +71,7 @@ def _exchange_packed(values: Tensor, hop: Hop, packing: Packing, total: Tensor) 
     row = packing.row_bytes(total.numel())
     sent = hop.workspace.take("sent", hop.radix * row, torch.uint8).view(hop.radix, row)
     received = hop.workspace.take("received", hop.radix * row, torch.uint8).view(hop.radix, row)
-    others = slice(hop.place), slice(hop.place + 1, None)
+    others = slice(hop.position), slice(hop.position + 1, None)
     for rows in others:
         quantize(values.view(hop.radix, -1)[rows], packing.bits, packing.block, sent[rows])
     hop.collectives.all_to_all(received, sent).wait()

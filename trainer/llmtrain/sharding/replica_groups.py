@@ -72,14 +72,14 @@ class ReplicaGroups:
         """Replace the gradients of TP-replicated parameters by their mean over the stage's ranks."""
         sizes = [unit.spec.replicated_numel for unit in units]
         every = torch.zeros(sum(sizes), device=next(iter(units)).gradient.device)
-        held: list[tuple[Tensor, Tensor, float]] = []
+        averaged: list[tuple[Tensor, Tensor, float]] = []
         for unit, values in zip(units, every.split(sizes), strict=True):
-            start, end = (max(place - unit.spec.replicated_from, 0) for place in unit.ranges.optimizer)
-            place, part = unit.own(unit.spec.replicated_from), values[start:end]
+            start, end = (max(offset - unit.spec.replicated_from, 0) for offset in unit.ranges.optimizer)
+            offset, part = unit.own(unit.spec.replicated_from), values[start:end]
             holders = unit.degrees.ranks // unit.degrees.optimizer * self.copies
-            held.append((unit.owned_gradient[place : place + len(part)], part, 1 / holders))
-        for own, part, _ in held:
+            averaged.append((unit.owned_gradient[offset : offset + len(part)], part, 1 / holders))
+        for own, part, _ in averaged:
             part.copy_(own)
         self.activity.wait(stage.all_reduce(every).wait)
-        for own, part, share in held:
+        for own, part, share in averaged:
             own.copy_(part.mul_(share))

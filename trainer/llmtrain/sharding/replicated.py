@@ -37,7 +37,7 @@ class ReplicatedParameters:
         """Return what copies this rank's part of what a step has rounded, before packed weights overwrite it. The rest
         is zero, so that the sum over ranks has all parts."""
         unit, first, offset = self._unit, self._unit.spec.replicated_from, self._unit.ranges.optimizer[0]
-        start, end = (min(max(place, first), unit.spec.numel) for place in unit.ranges.optimizer)
+        start, end = (min(max(bound, first), unit.spec.numel) for bound in unit.ranges.optimizer)
         # Offloaded weights are on the device now, and not when this runs.
         rounded = (unit.owned_weight if unit.at_rest is None else unit.at_rest)[start - offset : end - offset]
 

@@ -39,11 +39,11 @@ class ShardRanges:
     optimizer: ElementRange
 
     @classmethod
-    def of(cls, numel: int, placement: Placement, place: int) -> "ShardRanges":
-        """Return the ranges of the rank at `place` along the placement's axes. numel: of the unit, without padding."""
+    def of(cls, numel: int, placement: Placement, data_rank: int) -> "ShardRanges":
+        """Return the ranges of rank `data_rank` along the placement's axes. numel: of the unit, without padding."""
         padded, degrees = placement.padded(numel), placement.degrees
         numbers = (degrees.weights, degrees.gradients, degrees.optimizer)
-        return cls(padded, *(shard_range(placement.levels, place, degree, padded) for degree in numbers))
+        return cls(padded, *(shard_range(placement.levels, data_rank, degree, padded) for degree in numbers))
 
 
 class ShardedUnit:
@@ -62,13 +62,13 @@ class ShardedUnit:
         """Create the states, with weights initialised from `seed`; where optimizer states rest elsewhere, without the
         moments, which are made there. dtype: the compute dtype; fp32 if the weights are the masters."""
         self.spec, self.hops = spec, hops
-        self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.place)
+        self.ranges = ranges = ShardRanges.of(spec.numel, hops.placement, hops.data_rank)
         start, end = ranges.optimizer
-        held = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
+        resident = 0 if hops.placement.moves_weights else ranges.weights[1] - ranges.weights[0]
         summed = 0 if hops.placement.moves_gradients else ranges.gradients[1] - ranges.gradients[0]
         sums = dtype if hops.placement.gradients == "compute" else torch.float32
         with hops.allocating():
-            self.weight = torch.zeros(held, dtype=dtype, device=device)
+            self.weight = torch.zeros(resident, dtype=dtype, device=device)
             self.gradient = torch.zeros(summed, dtype=sums, device=device)
         masters = self.owned_weight if self.masters_are_weights else torch.zeros(end - start, device=device)
         drawn = min(end, spec.numel)
@@ -76,9 +76,9 @@ class ShardedUnit:
             initialize(spec, start, drawn, seed, masters[: drawn - start])
         rule, moments = self.step_rule(end, hops.placement.backend), hops.placement.optimizer_on == "device"
         self.optimizer: OptimizerStates = OptimizerShard(rule, ranges.optimizer, masters, moments=moments)
-        self.parameters = UnitParameters(spec, module, self.weight, held == ranges.padded)
+        self.parameters = UnitParameters(spec, module, self.weight, resident == ranges.padded)
         self.at_rest: Tensor | None = None
-        if held:
+        if resident:
             self.publish()
 
     @property
@@ -95,20 +95,20 @@ class ShardedUnit:
     def owned_gradient(self) -> Tensor:
         """The part of `gradient` that the optimizer steps with: `[n]` for the `n` elements of `ranges.optimizer`, of
         its dtype."""
-        start, end = (place - self.ranges.gradients[0] for place in self.ranges.optimizer)
+        start, end = (bound - self.ranges.gradients[0] for bound in self.ranges.optimizer)
         return self.gradient[start:end]
 
     @property
     def owned_weight(self) -> Tensor:
         """The part of `weight` that the optimizer writes: `[n]` for the `n` elements of `ranges.optimizer`, of its
         dtype."""
-        start, end = (place - self.ranges.weights[0] for place in self.ranges.optimizer)
+        start, end = (bound - self.ranges.weights[0] for bound in self.ranges.optimizer)
         return self.weight[start:end]
 
-    def own(self, place: int) -> int:
-        """Return how many elements of this rank's optimizer shard lie before element `place` of the unit."""
+    def own(self, element: int) -> int:
+        """Return how many elements of this rank's optimizer shard lie before an element of the unit."""
         start, end = self.ranges.optimizer
-        return min(max(place - start, 0), end - start)
+        return min(max(element - start, 0), end - start)
 
     def move_weight(self, to: Tensor) -> None:
         """Move the weight shard to `to`, of the same shape and dtype; the masters too, if they are the weights."""

@@ -68,14 +68,14 @@ class SharedShards:
 
     def steps(self, buffer: Tensor, workspace: Workspace) -> list[HopStep]:
         """See WeightSource."""
-        places, written = buffer.chunk(self._hop.radix), self._written
+        parts, written = buffer.chunk(self._hop.radix), self._written
         self._written = False
 
         def read() -> None:
             if written:
                 self._sync()
-            for place, shard in zip(self._hop.collectives.order, self._shards, strict=True):
-                places[place].copy_(shard)
+            for position, shard in zip(self._hop.collectives.order, self._shards, strict=True):
+                parts[position].copy_(shard)
 
         return [HopStep(self._hop.stream, read)]
 

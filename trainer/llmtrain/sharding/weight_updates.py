@@ -150,13 +150,13 @@ class WeightUpdates:
         self._tickets: dict[str, Ticket] = {}
         # The number of each unit in the order of updates, which is the same on all ranks; and the tickets of steps of
         # units whose update has not begun.
-        self._places: dict[str, int] = {}
+        self._order: dict[str, int] = {}
         self._later: dict[str, Ticket] = {}
 
     def start(self, name: str, stepped: Ticket | None = None) -> None:
         """Start the update of a unit whose masters were stepped and published. stepped: a ticket of that; None if it is
         done. Collective. Units come in the order in which they are needed next."""
-        self._places.setdefault(name, len(self._places))
+        self._order.setdefault(name, len(self._order))
         if stepped is not None and self._updates[name].late:
             self._later[name] = stepped
         else:
@@ -164,7 +164,7 @@ class WeightUpdates:
 
     def take(self, name: str) -> Ticket:
         """Return the ticket of a unit's pending update, which the caller waits for. Collective."""
-        for one in [one for one in self._later if self._places[one] < self._places[name] + UPDATED_TOGETHER]:
+        for one in [one for one in self._later if self._order[one] < self._order[name] + UPDATED_TOGETHER]:
             self._later.pop(one).wait()
             self._tickets[one] = self._updates[one].start(Done())
         return self._tickets.pop(name, Done())

@@ -119,9 +119,9 @@ class GatheredWeights:
         """Return the unit whose gathered weights contain `tensor`, a view of any shape and dtype, if any."""
         if tensor.untyped_storage().data_ptr() != self.pool.untyped_storage().data_ptr():
             return None
-        place = tensor.storage_offset()
+        offset = tensor.storage_offset()
         for name, gathered in self._gathered.items():
-            if 0 <= place - gathered.buffer.storage_offset() < gathered.buffer.numel():
+            if 0 <= offset - gathered.buffer.storage_offset() < gathered.buffer.numel():
                 return name
         return None
 
@@ -160,12 +160,12 @@ class GatheredWeights:
         return unit.weight[start - first : end - first]
 
     def drop(self, drop: Drop) -> None:
-        """Free the place of a unit in the buffer pool."""
+        """Free a unit's part of the buffer pool."""
         # A gather that nobody waited for may still write there.
         self._gathered.pop(drop.unit).ticket.wait()
 
     def gather(self, gather: Gather) -> None:
-        """Start to gather a unit. Raises RuntimeError if the buffer pool has no such place."""
+        """Start to gather a unit. Raises RuntimeError if the buffer pool has no such part."""
         name, unit = gather.unit, self._units[gather.unit]
         buffer = self.pool[gather.offset : gather.offset + unit.ranges.padded]
         if len(buffer) < unit.ranges.padded:
@@ -195,8 +195,8 @@ class GatheredWeights:
             return new_update(unit, sending)
         return new_update(unit, sending, [store_part(unit, self._policy.offloaded)])
 
-    def _wait_until_stored(self, place: Tensor) -> None:
+    def _wait_until_stored(self, part: Tensor) -> None:
         """Wait until no new shard that lies in a part of the buffer pool is still being stored."""
-        for name in [name for name, other in self._storing.items() if views_overlap(place, other)]:
+        for name in [name for name, other in self._storing.items() if views_overlap(part, other)]:
             self.updates.wait(name)
             del self._storing[name]

@@ -26,9 +26,9 @@ from llmtrain.launch.gpus import (
     few_queues,
     fixed_segments,
     gpu_memory_problem,
-    held_by_others,
     idle_gpus,
     least_capability,
+    memory_held_by_others,
     set_gpu_variables,
     triton_problem,
     unseen_gpus,
@@ -73,66 +73,66 @@ def start(
     heed_launcher()
     # The first rank has several sockets for each of the others.
     allow_many_files()
-    place = launched(os.environ, nproc)
-    with _reported_once(place):
-        held = _held_recipe(place)
-        recipe = held or load_recipe(name, overrides)
-        check_recipe(recipe, () if held else folders_above(name))
+    launch = launched(os.environ, nproc)
+    with _reported_once(launch):
+        given = _given_recipe(launch)
+        recipe = given or load_recipe(name, overrides)
+        check_recipe(recipe, () if given else folders_above(name))
         check_start(checkpointing(recipe.checkpoint), Path(recipe.logging.dir, recipe.name, "checkpoints"))
-        _check_restarts(recipe, place)
-    if place is None and not dry_run:
+        _check_restarts(recipe, launch)
+    if launch is None and not dry_run:
         _refuse_second(Path(recipe.logging.dir, recipe.name))
     # PyTorch, which knows whether there are GPUs, must not be loaded yet. With GPUs it does no harm.
-    waiting = None if dry_run or place is not None else set_waiting(os.environ, nproc or 1)
-    gpus = _gpus(place)
-    facts = _facts(place, nproc, gpus, described=recipe.cluster != "auto")
-    with _reported_once(place):
+    waiting = None if dry_run or launch is not None else set_waiting(os.environ, nproc or 1)
+    gpus = _gpus(launch)
+    facts = _facts(launch, nproc, gpus, described=recipe.cluster != "auto")
+    with _reported_once(launch):
         plan = check_and_plan(recipe, facts)
         # Ranks that a launcher has started compare when they load: a manifest may have hundreds of MB.
-        differences = check_origin(plan) if place is None else []
+        differences = check_origin(plan) if launch is None else []
     named = named_facts(recipe, facts)
     too_large = None if force else refusal(recipe, named, plan)
     too_much = None if force else machine_refusal(recipe, named, plan)
     too_small = gpu_memory_problem(given_cluster(recipe.cluster)) if gpus and not force else None
     volumes = offload_problem(plan, facts.node_ranks)
-    mine = _machine_problems(plan, place, facts, force)
+    mine = _machine_problems(plan, launch, facts, force)
     problems = [*mine, *(problem for problem in (too_small, too_large, too_much, volumes) if problem)]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        told = [*differences, *advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems]
-        print_plan(plan, summary, told, as_json)
+        remarks = [*differences, *advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems]
+        print_plan(plan, summary, remarks, as_json)
         return
-    check_gpus(gpus, place, facts.world)
-    for remark in _remarks(place, gpus):
+    check_gpus(gpus, launch, facts.world)
+    for remark in _remarks(launch, gpus):
         say(f"llmtrain: {remark}", err=True)
     set_gpu_variables(facts.world, plan.training.deterministic)
-    with _reported_once(place):
+    with _reported_once(launch):
         if problems:
             raise BadInputError(problems[0])
     if waiting is not None and facts.device == "cpu":
         say(f"llmtrain: {waiting}", err=True)
-    if place is not None or facts.world == 1:
-        with loading("the trainer", place is None or place.is_first):
+    if launch is not None or facts.world == 1:
+        with loading("the trainer", launch is None or launch.is_first):
             from llmtrain.training.rank import run_rank
 
-        run_rank(open_choices(recipe), plan, facts, place)
+        run_rank(open_choices(recipe), plan, facts, launch)
     else:
         words = ["run", name, *overrides, *(["--force"] if force else [])]
         _launch(words, recipe, facts, force)
 
 
-def _held_recipe(place: Launched | None) -> Recipe | None:
+def _given_recipe(launch: Launched | None) -> Recipe | None:
     """Return the recipe that `llmtrain run` has given to this rank, which it has started; None if there is none."""
-    text = os.environ.get(RECIPE) if place is not None and place.by == "llmtrain" else None
+    text = os.environ.get(RECIPE) if launch is not None and launch.by == "llmtrain" else None
     return None if text is None else parse_recipe(json.loads(text))
 
 
-def _check_restarts(recipe: Recipe, place: Launched | None) -> None:
+def _check_restarts(recipe: Recipe, launch: Launched | None) -> None:
     """Raise BadInputError where a launcher would restart ranks that may not resume. `llmtrain run` knows which folder
     was empty at its start; torchrun does not."""
-    if place is not None and recipe.checkpoint.resume == "never" and os.environ.get(_RESTARTS, "0") != "0":
+    if launch is not None and recipe.checkpoint.resume == "never" and os.environ.get(_RESTARTS, "0") != "0":
         raise BadInputError(
-            f"checkpoint.resume is never, but {place.by} restarts lost ranks (--max-restarts), which resume from "
+            f"checkpoint.resume is never, but {launch.by} restarts lost ranks (--max-restarts), which resume from "
             "checkpoints; leave checkpoint.resume out"
         )
 
@@ -148,17 +148,17 @@ def open_choices(recipe: Recipe) -> OpenChoices:
     )
 
 
-def _remarks(place: Launched | None, gpus: int) -> list[str]:
+def _remarks(launch: Launched | None, gpus: int) -> list[str]:
     """Return sentences about nodes and GPUs that the run leaves idle, about memory that others hold, and about what the
     environment slows down. gpus: of this machine."""
-    if place is not None and not place.is_first:
+    if launch is not None and not launch.is_first:
         return []
-    idle = idle_nodes(os.environ) if place is None else idle_gpus(gpus, place)
+    idle = idle_nodes(os.environ) if launch is None else idle_gpus(gpus, launch)
     # Our launcher has said it.
-    said = gpus and (place is None or place.by != "llmtrain")
+    said = gpus and (launch is None or launch.by != "llmtrain")
     slow = [few_queues(os.environ), fixed_segments(os.environ)] if said else []
-    held = held_by_others() if gpus and place is None else None
-    return [sentence for sentence in (idle, *slow, held) if sentence]
+    crowded = memory_held_by_others() if gpus and launch is None else None
+    return [sentence for sentence in (idle, *slow, crowded) if sentence]
 
 
 def _refuse_second(folder: Path) -> None:
@@ -167,10 +167,10 @@ def _refuse_second(folder: Path) -> None:
         raise RunFailedError(taken_by(folder, holder))
 
 
-def _gpus(place: Launched | None) -> int:
+def _gpus(launch: Launched | None) -> int:
     """Return how many GPUs this process sees."""
     # torch is imported this late so that a mistake in the recipe's text or paths is reported immediately.
-    with loading("PyTorch", place is None or place.is_first):
+    with loading("PyTorch", launch is None or launch.is_first):
         from llmtrain.comm.device import gpu_count
     return gpu_count()
 
@@ -182,12 +182,12 @@ def _native() -> bool:
     return native_available()
 
 
-def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool) -> Facts:
+def _facts(launch: Launched | None, nproc: int | None, gpus: int, described: bool) -> Facts:
     """Return the facts of a run. described: whether the recipe describes the cluster."""
     from llmtrain.comm.device import built_for_amd
 
-    world = place.world if place else nproc or max(1, gpus)
-    here = place.ranks_per_node if place else world
+    world = launch.world if launch else nproc or max(1, gpus)
+    here = launch.ranks_per_node if launch else world
     return Facts(
         world=world,
         ranks_per_node=here,
@@ -203,11 +203,11 @@ def _facts(place: Launched | None, nproc: int | None, gpus: int, described: bool
     )
 
 
-def _machine_problems(plan: Plan, place: Launched | None, facts: Facts, force: bool) -> list[str]:
+def _machine_problems(plan: Plan, launch: Launched | None, facts: Facts, force: bool) -> list[str]:
     """Return an error for each part of the software of this machine that the plan needs and that is not there."""
     triton = triton_problem() if facts.device == "cuda" and facts.triton and not force else None
     found = (
-        _mpi_problem(plan, place),
+        _mpi_problem(plan, launch),
         _attention_problem(plan, facts),
         _kernels_problem(plan),
         triton and f"{triton} (--force takes it as it is)",
@@ -216,9 +216,9 @@ def _machine_problems(plan: Plan, place: Launched | None, facts: Facts, force: b
     return [problem for problem in found if problem]
 
 
-def _mpi_problem(plan: Plan, place: Launched | None) -> str | None:
+def _mpi_problem(plan: Plan, launch: Launched | None) -> str | None:
     """Return an error if MPI carries the messages between stages, but has not started this run; else None."""
-    if place is not None or plan.pipeline.schedule.ranks == 1 or plan.pipeline.transport != "mpi":
+    if launch is not None or plan.pipeline.schedule.ranks == 1 or plan.pipeline.transport != "mpi":
         return None
     return (
         "pipeline.transport is mpi, but no MPI has started this run; start it with mpirun -n "
@@ -274,12 +274,12 @@ def _kernels_problem(plan: Plan) -> str | None:
 
 
 @contextmanager
-def _reported_once(place: Launched | None) -> Iterator[None]:
+def _reported_once(launch: Launched | None) -> Iterator[None]:
     """Let only one rank of each machine report a bad recipe, because all of them find the same error."""
     try:
         yield
     except BadInputError as error:
-        if place is None or place.local_rank == 0:
+        if launch is None or launch.local_rank == 0:
             raise
         # A launcher ends all ranks when one has ended: the rank that reports must end first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

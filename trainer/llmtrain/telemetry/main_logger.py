@@ -188,10 +188,10 @@ class MainLogger:
         # First: the live line must not be printed after the reason.
         self.console.close()
         if self._metrics is not None and error is not None:
-            told = isinstance(error, PreemptedError | KeyboardInterrupt)
+            asked_to_stop = isinstance(error, PreemptedError | KeyboardInterrupt)
             reason = f"interrupted; {RESUMES}" if isinstance(error, KeyboardInterrupt) else str(error)
             try:
-                outcome = "stopped" if told else "failed"
+                outcome = "stopped" if asked_to_stop else "failed"
                 self.end({"outcome": outcome, "reason": reason or type(error).__name__}, exit_code=1)
             except RunFailedError as failure:
                 # A full disk must not hide why the run stopped.

@@ -69,8 +69,8 @@ def _planned_moves(plan: Plan, programs: Programs) -> dict[str, int]:
 
 
 def _sums(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    held = list(pairs)
-    return sum(first for first, _ in held), sum(second for _, second in held)
+    listed = list(pairs)
+    return sum(first for first, _ in listed), sum(second for _, second in listed)
 
 
 def measured_figures(
@@ -111,9 +111,9 @@ def planned_and_measured(planned: object, measured: object) -> Iterator[tuple[st
             yield name, units.size_or_dash(moved[0].get(way)), units.size_or_dash(moved[1].get(way))
     # Without offload nothing is planned, as no step waits.
     if "save_held_s" in sides[0]:
-        held = [_numbers(side).get("save_held_s") for side in sides]
-        planned_for, held_for = ("-" if one is None else units.seconds(one) for one in held)
-        yield "held up by a checkpoint", planned_for, held_for
+        waits = [_numbers(side).get("save_held_s") for side in sides]
+        planned_for, measured_for = ("-" if one is None else units.seconds(one) for one in waits)
+        yield "held up by a checkpoint", planned_for, measured_for
 
 
 def in_words(planned: object) -> str:

@@ -53,8 +53,8 @@ def choose(plan: Plan, candidates: Sequence[Kernel], ranks: Ranks, seconds: Time
         return again[0], []
     times = _running(candidates, ranks, seconds)
     kernel = ranks.from_main("attention", min(times, key=times.__getitem__, default=plan.training.attention))
-    told = [_shown(one, times.get(one)) for one in candidates]
-    said = ["attention, forward and backward, as measured: " + ", ".join(told)] if ranks.is_main else []
+    shown = [_shown(one, times.get(one)) for one in candidates]
+    said = ["attention, forward and backward, as measured: " + ", ".join(shown)] if ranks.is_main else []
     return next(one for one in candidates if one == kernel), said
 
 

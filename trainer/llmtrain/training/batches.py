@@ -40,9 +40,9 @@ class BatchReader:
 
     def __init__(self, samples: Samples, plan: Plan, ranks: Ranks) -> None:
         layout = ranks.layout
-        degree, place = layout.degree(Axis.DATA), layout.coordinate(ranks.rank, Axis.DATA)
+        degree, data_rank = layout.degree(Axis.DATA), layout.coordinate(ranks.rank, Axis.DATA)
         self._samples, self._seed, self._sequences = samples, plan.seed, plan.batch.sequences
-        self._start, self._end = even_share(self._sequences, degree, place)
+        self._start, self._end = even_share(self._sequences, degree, data_rank)
         shape = self._end - self._start, plan.batch.sequence_length + 1
         self._copies = DeviceCopies(shape, torch.int64, ranks.device)
         # A rank that waits for its own data is slow itself; it does not wait for others. So this is not timed.

@@ -157,9 +157,9 @@ def _mesh(plan: Plan, ranks: Ranks, pools: Pools, count: CountTraffic) -> Tensor
     collectives = ranks.collectives(make_groups(ranks, layout.groups(Axis.TENSOR)), pools.groups["tensor"])
     group = layout.group_of(ranks.rank, Axis.TENSOR)
     tier = tier_between(ranks.tiers, min(group), max(group))
-    place = layout.coordinate(ranks.rank, Axis.TENSOR)
+    tensor_rank = layout.coordinate(ranks.rank, Axis.TENSOR)
     counted = count_as_tensor(count, tier)
-    return TensorMesh(place, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
+    return TensorMesh(tensor_rank, degree, collectives, plan.sequence_parallel, counted, ranks.activity)
 
 
 def _units(model: GPT, plan: Plan, ranks: Ranks, hops: Mapping[Placement, Hops]) -> Iterator[ShardedUnit]:

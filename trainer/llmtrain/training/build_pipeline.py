@@ -69,10 +69,10 @@ def _links(plan: Plan, ranks: Ranks, count: CountTraffic) -> StageLinks:
         tier = tier_between(ranks.tiers, ranks.rank, target)
         count([Traffic("pipeline", "send", tier, nbytes, nbytes, packed=False)])
 
-    place = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
+    pipeline_rank = ranks.layout.coordinate(ranks.rank, Axis.PIPELINE)
     shape_of, dtype = _shape_of(plan, ranks.layout), DTYPES[plan.compute]
     transport = Transport(_messages(plan, ranks), dtype, ranks.device)
-    return StageLinks(schedule, place, transport, shape_of, count_sent, ranks.activity)
+    return StageLinks(schedule, pipeline_rank, transport, shape_of, count_sent, ranks.activity)
 
 
 def _shape_of(plan: Plan, layout: Layout) -> ShapeOf:

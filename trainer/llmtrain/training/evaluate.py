@@ -77,8 +77,8 @@ def mean_loss(model: GPT, losses_of: LossesOf, samples: Samples, count: int, mic
     """
     count = min(count, len(samples))
     ranks.activity.begin(f"evaluating {units.count(count, 'sample')}")
-    degree, place = ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA)
-    start, end = even_share(count, degree, place)
+    degree, data_rank = ranks.layout.degree(Axis.DATA), ranks.layout.coordinate(ranks.rank, Axis.DATA)
+    start, end = even_share(count, degree, data_rank)
     # Every rank makes as many passes as the rank with the most samples, because all ranks gather weights together.
     firsts = range(start, start + -(-count // degree), microbatch)
     sizes = [max(min(microbatch, end - first), 0) for first in firsts]

@@ -46,8 +46,8 @@ def train(plan: Plan, ranks: Ranks, decisions: list[str], waiting: Waiting | Non
         # The live line, which begins now, must not say that the checkpoint is still being loaded.
         ranks.activity.begin("preparing the first step" if run.progress.step < steps else "")
         changed = [f"{change}, changed since the last start{without_effect(change, run)}" for change in run.changed]
-        told = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run), *begun_otherwise(run)]
-        run.log.start(run.progress.step, told, run.progress.tokens)
+        remarks = [*decisions, *filter(None, [run.origin]), *changed, *unverified(run), *begun_otherwise(run)]
+        run.log.start(run.progress.step, remarks, run.progress.tokens)
         warn_of_validation(run)
         if not resumes or run.progress.step == 0:
             begin(run)
@@ -159,14 +159,14 @@ def train_step(run: Run, step: int) -> bool:
     passes = forward_backward(run, step)
     coming, on_device = start_to_host(passes.sums), decided_on_device(plan)
     # The host launches the optimizer step before it waits for the norm.
-    held = optimizer_step(run, lr, passes) if on_device else 0.0
+    hold_seconds = optimizer_step(run, lr, passes) if on_device else 0.0
     ended = Passes(coming())
     loss, norm_value = float(ended.loss), float(ended.norm) / run.scale.value
     finite = isfinite(loss) and isfinite(norm_value)
     spike = finite and is_spike(plan.spikes, run.progress.losses, loss)
     if finite and not spike:
         if not on_device:
-            held = optimizer_step(run, lr, ended)
+            hold_seconds = optimizer_step(run, lr, ended)
         run.progress.applied += 1
         remember(plan.spikes, run.progress.losses, loss)
     elif not on_device:
@@ -196,7 +196,7 @@ def train_step(run: Run, step: int) -> bool:
             rank_seconds=ended.rank_seconds,
             loss_scale=run.scale.value if plan.compute == "fp16" else None,
             offload=offloaded,
-            save_held=held,
+            save_held=hold_seconds,
         )
     )
     return ended.stopping
@@ -217,9 +217,9 @@ def optimizer_step(run: Run, lr: float, passes: Passes) -> float:
     divisor = passes.divisor(run.scale.value, run.plan.optimizer.clip)
     if in_host_memory(divisor):
         run.clips = float(divisor) != run.scale.value
-    held = run.checkpoints.wait_until_taken()
+    hold_seconds = run.checkpoints.wait_until_taken()
     run.engine.step(_numbers(run, lr, divisor))
-    return held
+    return hold_seconds
 
 
 def _numbers(run: Run, lr: float, divisor: Tensor) -> AdamWStep:

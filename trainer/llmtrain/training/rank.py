@@ -29,18 +29,18 @@ from llmtrain.training.same_plan import check_same_plan
 from llmtrain.training.stage_speeds import measure, splits_by_speed
 
 
-def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, place: Launched | None) -> None:
-    """Train as one rank of the run. place: this rank's place, None for the only rank."""
+def run_rank(open_choices: OpenChoices, plan: Plan, facts: Facts, launch: Launched | None) -> None:
+    """Train as one rank of the run. launch: how this rank was launched, None for the only rank."""
     said = []
-    if place is not None:
-        os.environ.update(place.variables)
+    if launch is not None:
+        os.environ.update(launch.variables)
         die_with_launcher()
-        said.append(f"{place.world} ranks, started by {place.by}")
+        said.append(f"{launch.world} ranks, started by {launch.by}")
     restore_handlers()
-    bound = _bound(place)
+    bound = _bound(launch)
     if plan.training.deterministic:
         take_deterministic_kernels()
-    ranks = _connected(plan, place)
+    ranks = _connected(plan, launch)
     with end_together(ranks), Waiting(ranks.activity.doing, enabled=ranks.is_main) as waiting:
         check_same_plan(plan, ranks)
         share = even_cores(ranks.gather_all)
@@ -94,13 +94,13 @@ def _with_compilation(open_choices: OpenChoices, plan: Plan, facts: Facts, ranks
     return replace(facts, compiled=compiled), sentences
 
 
-def _bound(place: Launched | None) -> Bound | None:
+def _bound(launch: Launched | None) -> Bound | None:
     """Bind this rank to the processor of its GPU; return None if it is not bound. Call it before anything is
     allocated."""
     # A launcher that does not number the ranks of a machine calls all of them the first one.
-    if place is not None and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+    if launch is not None and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return None
-    here = (0, 1) if place is None else (place.local_rank, place.ranks_per_node)
+    here = (0, 1) if launch is None else (launch.local_rank, launch.ranks_per_node)
     with named_start():
         addresses = [gpu.address for gpu in gpus()]
     return bind_to_socket(here, addresses)
@@ -148,10 +148,10 @@ def _few_threads(plan: Plan, share: int, threads: int) -> list[str]:
     ]
 
 
-def _connected(plan: Plan, place: Launched | None) -> Ranks:
+def _connected(plan: Plan, launch: Launched | None) -> Ranks:
     """Connect to the other ranks. Collective."""
     world, timeout = plan.grid.world, timedelta(seconds=plan.training.timeout)
     doing = f"waiting for all {world} ranks to start" if world > 1 else "starting"
-    with Waiting(lambda: doing, enabled=place is None or place.is_first):
+    with Waiting(lambda: doing, enabled=launch is None or launch.is_first):
         ranks = connect(plan.grid, plan.tiers, timeout, plan.cluster, noted=True)
     return ranks if ranks.watchdog is not None else with_watchdog(ranks, timeout)

@@ -30,10 +30,10 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
         return
     ranks.activity.record("comparing replicas")
     engine.weights.updates.finish()
-    held = ranks.gather_all([_checksum_of_places(_held(engine, kind)) for kind in KINDS])
-    own = held[ranks.rank]
+    range_checksums = ranks.gather_all([_checksum_of_ranges(_held(engine, kind)) for kind in KINDS])
+    own = range_checksums[ranks.rank]
     # Values that no other rank holds, as with zero.stage 3, are not read.
-    copied = [sum(other[place] == own[place] for other in held) > 1 for place in range(len(KINDS))]
+    copied = [sum(other[index] == own[index] for other in range_checksums) > 1 for index in range(len(KINDS))]
     # Reading them may last longer than the watchdog's patience.
     moving = ranks.activity.moving
     values = [
@@ -41,10 +41,10 @@ def compare(engine: Engine, ranks: Ranks, step: int, before: int) -> None:
         for kind, some in zip(KINDS, copied, strict=True)
     ]
     table = ranks.gather_all(values)
-    for place, kind in enumerate(KINDS):
+    for index, kind in enumerate(KINDS):
         replicas: dict[int, dict[int, int]] = defaultdict(dict)
-        for rank, (what, content) in enumerate(zip(held, table, strict=True)):
-            replicas[what[place]][rank] = content[place]
+        for rank, (what, content) in enumerate(zip(range_checksums, table, strict=True)):
+            replicas[what[index]][rank] = content[index]
         for contents in replicas.values():
             if len(set(contents.values())) > 1:
                 raise RunFailedError(_sentence(kind, contents, ranks, step, before))
@@ -66,33 +66,33 @@ def _weights(engine: Engine, unit: ShardedUnit, start: int) -> Held:
     """Return the weights that this rank holds, from element `start` of the unit."""
     end = max(start, min(unit.ranges.weights[1], unit.spec.numel))
     chunks = ((first, min(first + CHUNK, end)) for first in range(start, end, CHUNK))
-    return _places(unit, start, end), (engine.weights.read(unit, *chunk) for chunk in chunks)
+    return _ranges(unit, start, end), (engine.weights.read(unit, *chunk) for chunk in chunks)
 
 
 def _optimizer_states(unit: ShardedUnit) -> Held:
     start = unit.ranges.optimizer[0]
     end = max(start, min(unit.ranges.optimizer[1], unit.spec.numel))
     chunks = [(first, min(first + CHUNK, end)) for first in range(start, end, CHUNK)]
-    return _places(unit, start, end), (unit.optimizer.read(name, *chunk) for name in STATES for chunk in chunks)
+    return _ranges(unit, start, end), (unit.optimizer.read(name, *chunk) for name in STATES for chunk in chunks)
 
 
-def _places(unit: ShardedUnit, start: int, end: int) -> list[tuple[str, int, int]]:
+def _ranges(unit: ShardedUnit, start: int, end: int) -> list[tuple[str, int, int]]:
     """Return the canonical ranges in the range `[start, end)` of a unit."""
     return [(tensor.name, first, last) for tensor, first, last in unit.spec.tensor_ranges(start, end)]
 
 
-def _checksum_of_places(held: Iterable[Held]) -> int:
+def _checksum_of_ranges(states: Iterable[Held]) -> int:
     """Return a checksum of the ranges' names, as int64. It reads no values."""
     found = xxhash.xxh3_64()
-    for places, _ in held:
-        found.update(repr(places).encode())
+    for ranges, _ in states:
+        found.update(repr(ranges).encode())
     return found.intdigest() - 2**63
 
 
-def _checksum_of_values(held: Iterable[Held], moving: Callable[[], object]) -> int:
+def _checksum_of_values(states: Iterable[Held], moving: Callable[[], object]) -> int:
     """Return a checksum of the ranges' values, as int64. moving: called for each chunk."""
     found = xxhash.xxh3_64()
-    for _, chunks in held:
+    for _, chunks in states:
         for chunk in chunks:
             found.update(bytes_of(to_host(chunk)))
             moving()

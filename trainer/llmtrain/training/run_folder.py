@@ -30,13 +30,13 @@ def lock_folder(folder: Path, ranks: Ranks, stop: StopRequest) -> RunLock:
     Raises RunFailedError where another run has the lock or a rank does not see the folder, PreemptedError when asked to
     stop while waiting for it.
     """
-    lock, refusal, told = RunLock(folder), None, set[str]()
+    lock, refusal, reasons_said = RunLock(folder), None, set[str]()
 
     def pause(why: str) -> None:
         if stop.asked:
             raise PreemptedError(STOPPED_EARLY)
-        if why not in told:
-            told.add(why)
+        if why not in reasons_said:
+            reasons_said.add(why)
             say(f"llmtrain: {why}", err=True)
         ranks.activity.record("waiting for the run's folder")
         time.sleep(LOOK)

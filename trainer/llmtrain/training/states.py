@@ -88,19 +88,19 @@ def restore_progress(run: Run, saved: dict[str, JsonValue]) -> None:
 
 def _import_hf(run: Run, folder: Path) -> None:
     """Set the masters to the weights of a Hugging Face model: each rank reads what it holds."""
-    places, wanted = {}, {}
+    targets, wanted = {}, {}
     for unit in run.engine.units.values():
         start, end = _without_padding(unit.spec, unit.ranges.optimizer)
         offset = start
         for tensor, first, last in unit.spec.tensor_ranges(start, end):
-            places[tensor.name], wanted[tensor.name] = (unit.optimizer, offset), (first, last)
+            targets[tensor.name], wanted[tensor.name] = (unit.optimizer, offset), (first, last)
             offset += last - first
     run.ranks.activity.begin(f"reading the weights of {folder}")
     done, total = 0, sum(last - first for first, last in wanted.values())
     for name, values in hf_ranges(folder, run.plan.model, wanted):
         done += values.numel()
         run.ranks.activity.moving(done / total)
-        shard, offset = places[name]
+        shard, offset = targets[name]
         shard.write("master", offset, values)
 
 
@@ -118,7 +118,7 @@ def _shards_to_write(run: Run) -> list[OptimizerStateRange]:
         start, end = _without_padding(unit.spec, unit.ranges.optimizer)
         if tensor:
             start, end = min(start, unit.spec.replicated_from), min(end, unit.spec.replicated_from)
-        copies, copy = unit.degrees.ranks // unit.degrees.optimizer, unit.hops.place // unit.degrees.optimizer
+        copies, copy = unit.degrees.ranks // unit.degrees.optimizer, unit.hops.data_rank // unit.degrees.optimizer
         first, last = even_share(end - start, copies, copy)
         shards.append(OptimizerStateRange(unit.spec, unit.optimizer, start + first, start + last))
     return shards
@@ -132,5 +132,5 @@ def shards_to_read(run: Run, names: tuple[str, ...] = STATES) -> list[OptimizerS
     ]
 
 
-def _without_padding(spec: UnitSpec, held: tuple[int, int]) -> tuple[int, int]:
-    return min(held[0], spec.numel), min(held[1], spec.numel)
+def _without_padding(spec: UnitSpec, bounds: tuple[int, int]) -> tuple[int, int]:
+    return min(bounds[0], spec.numel), min(bounds[1], spec.numel)

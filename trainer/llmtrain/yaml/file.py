@@ -39,8 +39,8 @@ def read_yaml(path: Path, wrong: str, mend: Callable[[str], str] = str) -> DictC
         text = mend(read_text(path, LARGEST_BYTES))
         root = check_size(text)
         if root is not None and root.tag != "tag:yaml.org,2002:map":
-            held = {yaml.SequenceNode: "a list", yaml.ScalarNode: "plain text"}.get(type(root), "a set or the like")
-            raise BadInputError(f"{path} {wrong}: it holds {held}, expected sections with keys")
+            kind = {yaml.SequenceNode: "a list", yaml.ScalarNode: "plain text"}.get(type(root), "a set or the like")
+            raise BadInputError(f"{path} {wrong}: it holds {kind}, expected sections with keys")
         content = OmegaConf.create(text)
         assert isinstance(content, DictConfig)
         return content

@@ -7,7 +7,7 @@ from typing import Any
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^}]*?)\s*\}")
 _PART = re.compile(r"[^.\[\]]+")
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 def resolved_size(content: Any) -> int:
@@ -20,33 +20,33 @@ def resolved_size(content: Any) -> int:
     return _size(content, (), {})
 
 
-def _size(content: Any, place: Place, known: dict[Place, int]) -> int:
-    if place not in known:
-        known[place] = 0
-        value = _at(content, place)
+def _size(content: Any, path: KeyPath, known: dict[KeyPath, int]) -> int:
+    if path not in known:
+        known[path] = 0
+        value = _at(content, path)
         size = len(str(value)) if isinstance(value, str | float) else 1
-        known[place] = size + sum(_size(content, part, known) for part in _parts(content, place, value))
-    return known[place]
+        known[path] = size + sum(_size(content, part, known) for part in _parts(content, path, value))
+    return known[path]
 
 
-def _parts(content: Any, place: Place, value: Any) -> Iterator[Place]:
-    """Yield the places of the values that a value contains or refers to."""
+def _parts(content: Any, path: KeyPath, value: Any) -> Iterator[KeyPath]:
+    """Yield the key paths of the values that a value contains or refers to."""
     if isinstance(value, dict):
-        yield from ((*place, key) for key in value)
+        yield from ((*path, key) for key in value)
     elif isinstance(value, list):
-        yield from ((*place, index) for index in range(len(value)))
+        yield from ((*path, index) for index in range(len(value)))
     elif isinstance(value, str):
         for dots, name in _REFERENCE.findall(value):
             # Each leading dot goes up one level.
-            start = place[: -len(dots)] if dots else ()
+            start = path[: -len(dots)] if dots else ()
             if nearest := _nearest(content, (*start, *_PART.findall(name))):
                 yield nearest
 
 
-def _nearest(content: Any, place: Place) -> Place:
-    """Return a place with list indices as numbers, cut off at the first key that does not exist."""
-    found: Place = ()
-    for part in place:
+def _nearest(content: Any, path: KeyPath) -> KeyPath:
+    """Return a key path with list indices as numbers, cut off at the first key that does not exist."""
+    found: KeyPath = ()
+    for part in path:
         value = _at(content, found)
         if isinstance(value, list) and str(part).isdecimal() and int(part) < len(value):
             part = int(part)
@@ -56,7 +56,7 @@ def _nearest(content: Any, place: Place) -> Place:
     return found
 
 
-def _at(content: Any, place: Place) -> Any:
-    for part in place:
+def _at(content: Any, path: KeyPath) -> Any:
+    for part in path:
         content = content[part]
     return content

@@ -57,14 +57,14 @@ def hf_ranges(folder: Path, config: GPTConfig, wanted: Mapping[str, tuple[int, i
     """
     stored = _stored(folder, config)
     for tensor in hf_layout(config):
-        held = [(index, part) for index, part in enumerate(tensor.parts) if part.name in wanted]
-        if not held:
+        wanted_parts = [(index, part) for index, part in enumerate(tensor.parts) if part.name in wanted]
+        if not wanted_parts:
             continue
         source = stored[tensor.name]
         # Open the file for each tensor: the pages of a file that stays mapped would all be in memory in the end.
         with _reading(source.path), safe_open(source.path, framework="pt") as file:
             values = file.get_slice(source.name)
-            for index, part in held:
+            for index, part in wanted_parts:
                 first, last = wanted[part.name]
                 row = prod(part.shape[1:])
                 start = first // row
@@ -73,14 +73,14 @@ def hf_ranges(folder: Path, config: GPTConfig, wanted: Mapping[str, tuple[int, i
 
 
 def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
-    """Return the place of each tensor of the layout, by its name there, after checking all of them."""
-    places = _places(folder)
+    """Return where each tensor of the layout is stored, by its name there, after checking all of them."""
+    in_files = _in_files(folder)
     layout = hf_layout(config)
-    found = {tensor.name: _find(tensor.name, places, folder) for tensor in layout}
-    known = {name for name in places if _DERIVED.search(name)} | {one.name for one in found.values()}
+    found = {tensor.name: _find(tensor.name, in_files, folder) for tensor in layout}
+    known = {name for name in in_files if _DERIVED.search(name)} | {one.name for one in found.values()}
     if config.tie_embeddings:
         known |= set(_HEADS)
-    if unknown := sorted(places.keys() - known):
+    if unknown := sorted(in_files.keys() - known):
         raise BadInputError(
             f"{folder} holds {unknown[0]}, which our {config.family} model does not have; convert only plain "
             f"{config.family} models"
@@ -90,9 +90,9 @@ def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
     return found
 
 
-def _places(folder: Path) -> dict[str, _Stored]:
-    """Return the place of each tensor, by its name in the files."""
-    places = {}
+def _in_files(folder: Path) -> dict[str, _Stored]:
+    """Return where each tensor is stored, by its name in the files."""
+    found = {}
     for path in _files(folder):
         with _reading(path):
             with open(path, "rb", opener=regular) as raw:
@@ -103,9 +103,9 @@ def _places(folder: Path) -> dict[str, _Stored]:
                 raise BadInputError(f"{path} has a header of {header} bytes; expected at most {_LARGEST_HEADER}")
             with safe_open(path, framework="pt") as file:
                 for name in list(file.keys()):
-                    held = file.get_slice(name)
-                    places[name] = _Stored(path, name, tuple(held.get_shape()), held.get_dtype())
-    return places
+                    values = file.get_slice(name)
+                    found[name] = _Stored(path, name, tuple(values.get_shape()), values.get_dtype())
+    return found
 
 
 @contextmanager
@@ -128,21 +128,21 @@ def _files(folder: Path) -> list[Path]:
         index = read_json(folder / INDEX)
     except UnreadableError as error:
         raise BadInputError(f"{wrong}: {error}") from error
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise BadInputError(f"{wrong}: it has no weight_map with a file for each tensor; save the model anew")
-    names = sorted(set(places.values()))
+    names = sorted(set(weight_map.values()))
     if strays := [name for name in names if Path(name).name != name or not name.isprintable()]:
         raise BadInputError(f"{folder / INDEX} names {shown(strays[0])}; expected files of the same folder")
     return [folder / name for name in names]
 
 
-def _find(name: str, places: dict[str, _Stored], folder: Path) -> _Stored:
-    """Return the tensor's place. Raises BadInputError if the folder lacks the tensor."""
+def _find(name: str, in_files: dict[str, _Stored], folder: Path) -> _Stored:
+    """Return where the tensor is stored. Raises BadInputError if the folder lacks the tensor."""
     candidates = [name, _BASE.sub("", name), *(_HEADS if name in _HEADS else ())]
     for candidate in candidates:
-        if candidate in places:
-            return places[candidate]
+        if candidate in in_files:
+            return in_files[candidate]
     raise BadInputError(f"{folder} lacks the tensor {name}; its weights are not those of its config.json")
 
 

@@ -93,7 +93,7 @@ def _inside_nodes(cluster: Cluster, world: int) -> Iterator[Link]:
         tiers.append(("node", local))
     for name, ranks in tiers:
         if ranks > smaller:
-            starts = [start + place for start in range(0, world, ranks) for place in range(smaller)]
+            starts = [start + offset for start in range(0, world, ranks) for offset in range(smaller)]
             span = ranks - ranks % smaller
             yield Link(name, tuple(tuple(range(start, start - start % smaller + span, smaller)) for start in starts))
             smaller = ranks
@@ -104,7 +104,7 @@ def _through_cards(cluster: Cluster, world: int, each_card: bool) -> Iterator[Li
     for index, ranks in enumerate(cluster_ranks(cluster, world)):
         if len(ranks) <= local:
             continue
-        groups = tuple(tuple(ranks[place::local]) for place in range(local))
+        groups = tuple(tuple(ranks[local_rank::local]) for local_rank in range(local))
         cards = range(len(cluster.clusters[index].cards))
         if each_card:
             yield from (Link("cluster", groups, index, card, local) for card in cards)
@@ -117,7 +117,7 @@ def _between_clusters(cluster: Cluster) -> Iterator[Link]:
         return
     local, ranks = cluster.node.ranks, cluster_ranks(cluster, 0)
     shared = min(len(each) for each in ranks)
-    groups = tuple(tuple(each[place] for each in ranks) for place in range(shared))
+    groups = tuple(tuple(each[index] for each in ranks) for index in range(shared))
     yield Link("all", groups, sharing=local)
 
 

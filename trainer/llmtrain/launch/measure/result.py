@@ -104,7 +104,7 @@ def _tier(tier: NodeTier, measured: Measured | None) -> NodeTier:
 
 def _group(group: NodeGroup, index: int, found: Sequence[Measured]) -> NodeGroup:
     own = {measured.link.card: measured for measured in found if measured.link.cluster == index}
-    cards = [_card(card, own.get(place), own.get(None), len(group.cards)) for place, card in enumerate(group.cards)]
+    cards = [_card(card, own.get(number), own.get(None), len(group.cards)) for number, card in enumerate(group.cards)]
     return replace(group, nic=cards[0]) if group.nic else replace(group, nics=tuple(cards))
 
 

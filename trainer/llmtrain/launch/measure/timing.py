@@ -141,8 +141,8 @@ class _LinkTimer:
         one."""
         if not self._members:
             return None
-        place = self._members.index(self._ranks.rank)
-        after, before = self._members[(place + 1) % len(self._members)], self._members[place - 1]
+        index = self._members.index(self._ranks.rank)
+        after, before = self._members[(index + 1) % len(self._members)], self._members[index - 1]
         sent, received = self._buffers(size // 4, size // 4)
 
         def exchange() -> None:

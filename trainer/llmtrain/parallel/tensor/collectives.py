@@ -39,16 +39,16 @@ class Pending:
 class TensorMesh:
     """The tensor-parallel ranks, which shard every layer's matrices, from the view of one of them.
 
-    place: the place of this rank among `degree`. collectives: of these ranks, in the order of their places; None for
-    one rank. sequence: whether they shard the tokens outside of matrix products (sequence parallelism, Korthikanti et
-    al. 2022, section 4.2.2). A rank then holds `[batch, sequence / degree, ...]` of `[batch, sequence, ...]`. count:
-    called for each collective. activity: records the time spent waiting.
+    tensor_rank: this rank among `degree`. collectives: of these ranks, in their order; None for one rank. sequence:
+    whether they shard the tokens outside of matrix products (sequence parallelism, Korthikanti et al. 2022, section
+    4.2.2). A rank then holds `[batch, sequence / degree, ...]` of `[batch, sequence, ...]`. count: called for each
+    collective. activity: records the time spent waiting.
 
     Gathered tokens come rank by rank, `[degree * batch, sequence / degree, ...]`. Matrix products and nonlinearities
     take tokens in any order, so only attention needs them in the order of the sequence.
     """
 
-    place: int = 0
+    tensor_rank: int = 0
     degree: int = 1
     collectives: Collectives | None = None
     sequence: bool = False
@@ -101,7 +101,7 @@ class TensorMesh:
     def all_gather(self, x: Tensor) -> Pending:
         """Start to join every rank's `x`, `[n, ...]` of any dtype, along dim 0: `[degree * n, ...]`."""
         parts = x.new_empty(self.degree, *x.shape)
-        parts[self.place].copy_(x)
+        parts[self.tensor_rank].copy_(x)
         self.count("all_gather", parts.nbytes, x.nbytes * (self.degree - 1))
         return Pending(lambda: parts.flatten(0, 1), self._connected().all_gather(parts.view(-1)), self.activity)
 

@@ -26,7 +26,7 @@ class VocabParallelHead(Head):
     def __init__(self, config: GPTConfig, mesh: TensorMesh) -> None:
         super().__init__(config)
         self.mesh, self.vocab = mesh, config.vocab
-        start, end = even_share(config.vocab, mesh.degree, mesh.place)
+        start, end = even_share(config.vocab, mesh.degree, mesh.tensor_rank)
         self.weight = None if config.tie_embeddings else empty_parameter(end - start, config.hidden)
 
     def forward(self, x: Tensor, embedding: Tensor | None, targets: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
     """
     # All ranks use the same chunks, though some have one more row of the vocabulary.
     rows = rows_on(x.device, -(-vocab // mesh.degree))
-    start, _ = even_share(vocab, mesh.degree, mesh.place)
+    start, _ = even_share(vocab, mesh.degree, mesh.tensor_rank)
     return _ParallelCrossEntropy.apply(x, weight, targets, mesh, start, rows, torch.is_grad_enabled())
 
 
@@ -57,7 +57,7 @@ def parallel_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, mesh: Ten
 def _all_logits(x: Tensor, weight: Tensor, mesh: TensorMesh, vocab: int) -> Tensor:
     """Return logits `[batch, sequence, vocab]` of all tokens, for sampling. It has no backward pass."""
     logits = mesh.by_sequence(linear(mesh.gather(x).wait(), weight))
-    shares = [even_share(vocab, mesh.degree, place) for place in range(mesh.degree)]
+    shares = [even_share(vocab, mesh.degree, tensor_rank) for tensor_rank in range(mesh.degree)]
     most = max(end - start for start, end in shares)
     # The gather needs the vocabulary as dim 0, and the same size from every rank.
     own = F.pad(logits, (0, most - logits.shape[-1])).movedim(-1, 0)

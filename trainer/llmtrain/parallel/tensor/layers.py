@@ -107,7 +107,7 @@ class ParallelAttention(Attention):
         # Each rank's heads need numbers of their own.
         seed = int(torch.randint(1 << 62, ()))
         with torch.random.fork_rng(own_generators(x.device)):
-            torch.manual_seed(seed + self.mesh.place)
+            torch.manual_seed(seed + self.mesh.tensor_rank)
             return super().forward(x, rotary)
 
 
@@ -117,14 +117,14 @@ class VocabParallelEmbedding(Embedding):
     def __init__(self, config: GPTConfig, mesh: TensorMesh) -> None:
         super().__init__(config)
         self.mesh = mesh
-        self.start, end = even_share(config.vocab, mesh.degree, mesh.place)
+        self.start, end = even_share(config.vocab, mesh.degree, mesh.tensor_rank)
         self.tokens = empty_parameter(end - self.start, config.hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 `[batch, sequence]` to this rank's tokens `[batch, sequence or a share of it, hidden]`."""
         x = _Embed.apply(tokens, self.tokens, self.start, self.mesh)
         if self.positions is not None:
-            first = self.mesh.place * x.shape[1] if self.mesh.sharded else 0
+            first = self.mesh.tensor_rank * x.shape[1] if self.mesh.sharded else 0
             x = x + self.positions[first : first + x.shape[1]]
         return self.dropout(x)
 
@@ -209,26 +209,26 @@ class _Embed(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, start: int, mesh: TensorMesh) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.start, ctx.mesh, ctx.count = start, mesh, weight.shape[0]
-        places, others = _held_places(mesh.by_rank(tokens), start, weight.shape[0])
-        held = F.embedding(places.masked_fill(others, 0), weight).masked_fill_(others.unsqueeze(-1), 0.0)
-        return mesh.reduce(held).wait()
+        indices, others = _local_rows(mesh.by_rank(tokens), start, weight.shape[0])
+        embedded = F.embedding(indices.masked_fill(others, 0), weight).masked_fill_(others.unsqueeze(-1), 0.0)
+        return mesh.reduce(embedded).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         (tokens,), mesh, count = ctx.saved_tensors, ctx.mesh, ctx.count
         gathering = mesh.gather(grad)
-        places, others = _held_places(mesh.by_rank(tokens), ctx.start, count)
+        indices, others = _local_rows(mesh.by_rank(tokens), ctx.start, count)
         # Other ranks' tokens go to one more row, which is left out as padding.
-        places = places.masked_fill(others, count)
-        rows = torch.ops.aten.embedding_dense_backward(gathering.wait(), places, count + 1, count, False)
+        indices = indices.masked_fill(others, count)
+        rows = torch.ops.aten.embedding_dense_backward(gathering.wait(), indices, count + 1, count, False)
         return None, rows[:count], None, None
 
 
-def _held_places(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+def _local_rows(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Return where this rank holds each token, and which tokens it does not hold."""
-    places = tokens - start
-    return places, (places < 0) | (places >= count)
+    indices = tokens - start
+    return indices, (indices < 0) | (indices >= count)
 
 
 def _without_graph(ctx: Any) -> tuple[Tensor, Tensor]:

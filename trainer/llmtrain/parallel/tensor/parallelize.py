@@ -16,7 +16,7 @@ from llmtrain.parallel.weight_gradients import WeightGradientQueue, split_backwa
 def parallelize(model: GPT, mesh: TensorMesh, queue: WeightGradientQueue | None = None) -> None:
     """Replace, in place, the layers of a model on the meta device that tensor parallelism shards.
 
-    Parameters keep their names and take the shapes of `UnitSpec.slice(mesh.place, mesh.degree)`. The gradients of
+    Parameters keep their names and take the shapes of `UnitSpec.slice(mesh.tensor_rank, mesh.degree)`. The gradients of
     parameters that are not sharded are equal on all ranks, or, with `mesh.sequence`, partial sums that have to be added
     over the ranks. queue: where the blocks defer their weight gradients, with one rank as well; None: they never do.
     """
