@@ -41,7 +41,7 @@ NORM, OWN_SECONDS = "an event in device.py:wait", "the device in activity.py:own
 STEPPED = "the device in device.py:synchronize"
 SUMMED, NO_MESSAGE = "gradients.py:finish", "transport.py:wait_any"
 SLOT = "a stream in gradient_tiers.py:put"
-KEPT = (*2 * ("an event in activation_copies.py:settle",), *2 * ("an event in stalls.py:timed",))
+KEPT = (*2 * ("an event in activation_copies.py:release",), *2 * ("an event in stalls.py:timed",))
 
 
 def _stage(number: int) -> str:

@@ -179,7 +179,7 @@ RACES = {
     ),
     "slots of sums in files": Twin(CASES["gradients in files"], deaf(FileGradients, "put")),
     "parts of weights in files": Twin(CASES["weights in files"], deaf(FileWeights, "load")),
-    "activations that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "settle")),
+    "activations that go": Twin(CASES["activations on the host"], deaf(GpuCopies, "release")),
     "activations that come": Twin(CASES["activations on the host"], deaf(GpuCopies, "take")),
     "activations after passes": Twin(
         CASES["activations on the host"], mock.patch.object(Stream, "wait_stream", _nothing)

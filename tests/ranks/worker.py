@@ -25,7 +25,7 @@ from llmtrain.comm.messages import Channel
 from llmtrain.comm.ranks import Ranks, connect, disconnect
 from llmtrain.comm.stream import Job, ThreadStream
 from llmtrain.comm.waits import Ticket
-from llmtrain.offload.stepper import Do, Stepper
+from llmtrain.offload.stepper import JobKind, Stepper
 from llmtrain.offload.usage import TierUsage
 from llmtrain.parallel.pipeline.transport import Transport
 from llmtrain.plan.facts import Facts
@@ -63,7 +63,7 @@ def run_case(case: dict[str, Any], ranks: Ranks) -> None:
     facts = Facts(world=ranks.layout.world, device="cpu", ranks_per_node=case["ranks_per_node"])
     plan = check_and_plan(load_recipe(case["recipe"], case["overrides"]), facts)
     notes: dict[str, list[Any]] = {"state_bytes": [], "copies": [], "moved": [], "groups": [ranks.layout.world]}
-    notes |= {kind.value: [] for kind in Do} | {"transfers": []}
+    notes |= {kind.value: [] for kind in JobKind} | {"transfers": []}
     high_water = HighWater()
     run.build = high_water.building(build)
     subgroups.group_over = noting_groups(notes["groups"])
@@ -105,7 +105,7 @@ def noting(
         stopping = step(run, number)
         notes["state_bytes"].append(run.engine.state_bytes)
         done = run.engine._ahead.done if isinstance(run.engine._ahead, Stepper) else {}
-        for kind in Do:
+        for kind in JobKind:
             notes[kind.value].append(done.get(kind, 0))
         staging = run.checkpoints._staging
         assert staging is not None
@@ -267,21 +267,21 @@ def late_now_and_then(submit: Callable[..., Ticket]) -> Callable[..., Ticket]:
     return late
 
 
-def mostly_settled(decide: Callable[..., None]) -> Callable[..., None]:
+def mostly_done_ahead(decide: Callable[..., None]) -> Callable[..., None]:
     """Return a stepper's `decide` that waits in most steps for what is stepped ahead. These passes are short."""
 
-    def settled(stepper: Stepper, numbers: AdamWStep | None) -> None:
+    def waiting(stepper: Stepper, numbers: AdamWStep | None) -> None:
         queue = stepper._queue
         if numbers is None or numbers.step % 3:
-            stepper.wait_until(lambda: not queue.ahead and all(queue.stepped_ahead.values()))
+            stepper.wait_until(lambda: not queue.ahead and queue.steps_ahead_done)
         decide(stepper, numbers)
 
-    return settled
+    return waiting
 
 
 def main() -> None:
     """Serve jobs until stdin ends."""
-    Stepper.decide = mostly_settled(Stepper.decide)  # type: ignore[method-assign]
+    Stepper.decide = mostly_done_ahead(Stepper.decide)  # type: ignore[method-assign]
     ThreadStream.submit = late_now_and_then(ThreadStream.submit)  # type: ignore[method-assign]
     Transport.arrived = sometimes_late(Transport.arrived)  # type: ignore[method-assign]
     # This saves 0.15 s per case; no test here uses the value.

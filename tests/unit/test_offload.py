@@ -19,7 +19,7 @@ from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
 from llmtrain.offload.optimizer_states import OffloadedStates, open_states
 from llmtrain.offload.states import FileStates
-from llmtrain.offload.stepper import Do, Stepper, StepTicket
+from llmtrain.offload.stepper import JobKind, Stepper, StepTicket
 from llmtrain.plan.offload import Bucket, Offload, rounded
 from llmtrain.plan.placement import Placement
 from llmtrain.plan.program.offload_moves import MoveEvent, Moves, order_problems
@@ -99,7 +99,7 @@ def step(
         stepper.begin(None if ahead is None else numbers_of(number, ahead))
     draw(units, number, events)
     if stepper is not None and number < 5:
-        stepper.wait_until(lambda: not stepper._queue.ahead and stepper._queue.settled)
+        stepper.wait_until(lambda: not stepper._queue.ahead and stepper._queue.steps_ahead_done)
     if stepper is not None:
         stepper.decide(numbers_of(number))
         events.append(MoveEvent("decide", applies=ahead == DIVISOR))
@@ -198,7 +198,7 @@ def test_a_step_ahead_has_the_numbers_of_its_step(name: str, tmp_path: Path, mon
         for ticket in tickets:
             assert ticket is not None
             ticket.wait()
-        assert stepper.done[Do.COMMIT] > 0
+        assert stepper.done[JobKind.COMMIT] > 0
         step(beside, 1)
         assert all(map(torch.equal, states(units), states(beside)))
 
@@ -220,7 +220,7 @@ def test_a_step_ahead_leaves_its_gradient_as_it_is() -> None:
         outside.stepper.begin(numbers_of(1))
         draw(units, 1)
         # What no thread has taken up is not stepped ahead any more once the norm is known.
-        outside.stepper.wait_until(lambda: outside.stepper.done[Do.AHEAD] > 0)
+        outside.stepper.wait_until(lambda: outside.stepper.done[JobKind.AHEAD] > 0)
         outside.stepper.decide(None)
         assert all(torch.equal(unit.gradient, other.gradient) for unit, other in zip(units, beside, strict=True))
 

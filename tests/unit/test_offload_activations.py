@@ -97,9 +97,9 @@ def test_copies_that_come_late_arrive(tier: str, place: tuple[int, int, int], la
 class ForgetsEarly(GpuCopies):
     """Does not wait until a group input is down."""
 
-    def settle(self) -> None:
+    def release(self) -> None:
         self._went = SimpleNamespace(synchronize=lambda: None, record=self._went.record)  # type: ignore[assignment]
-        super().settle()
+        super().release()
 
 
 class UsesEarly(GpuCopies):

@@ -87,7 +87,7 @@ def test_parts_of_several_buckets_are_on_their_way(in_flight: list[tuple[str, in
     offload = Offload(tier="nvme", share=1.0, bucket=1024, paths=folders(tmp_path, 3), bandwidths=(1.0,) * 3)
     with offloaded(torch.bfloat16, offload) as (units, outside):
         assert isinstance(outside.states, FileStates)
-        outside.states.settle()
+        outside.states.flush()
         shard = units[0].optimizer
         start, end = shard.bounds[0], shard.bounds[0] + 12 * 1024
         values = torch.rand(end - start)
@@ -97,7 +97,7 @@ def test_parts_of_several_buckets_are_on_their_way(in_flight: list[tuple[str, in
         ):
             in_flight.clear()
             move()
-            outside.states.settle()
+            outside.states.flush()
             kinds = [one for one, _ in in_flight]
             assert kinds == [*[kind] * PARTS, *["finish", kind] * (12 - PARTS), *["finish"] * PARTS]
             assert set(Counter(file for one, file in in_flight if one == kind).values()) == {4}

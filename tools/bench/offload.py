@@ -85,7 +85,7 @@ class Stepped:
             if fetched >= self._overlap:
                 self._tier.take(fetched - self._overlap, ahead=False)
                 self._tier.put(fetched - self._overlap, ahead=False)
-        self._tier.settle()
+        self._tier.flush()
 
     def step(self) -> None:
         """Step all elements."""
@@ -95,7 +95,7 @@ class Stepped:
         )
         self._stepper.decide(numbers)
         self._shard.step(self._shard.bounds, self._gradient, numbers, self._weight).wait()
-        self._tier.settle()
+        self._tier.flush()
 
     def close(self) -> None:
         """Remove the files."""

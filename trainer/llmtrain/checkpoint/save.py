@@ -216,7 +216,7 @@ class Checkpointer:
                 clean(self._folder)
             failure = self._failure_text(save, _reason(error))
         else:
-            failure, self._warning = "", self._settle(save)
+            failure, self._warning = "", self._sync_and_prune(save)
         self._messages.publish("done", failure)
         return failure or None
 
@@ -279,7 +279,7 @@ class Checkpointer:
         self._confirm()
         commit(partial, self._folder / step_name(save.step), manifest)
 
-    def _settle(self, save: _Save) -> str:
+    def _sync_and_prune(self, save: _Save) -> str:
         """Make the checkpoint's name durable, and then delete older checkpoints; return a warning, or nothing."""
         saved = f"the checkpoint of step {save.step} is saved"
         try:

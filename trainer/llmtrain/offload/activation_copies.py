@@ -17,9 +17,9 @@ class ActivationCopies(Protocol):
 
     def save(self, values: Tensor, region: int) -> None:
         """Start to write a group input, `[batch, sequence, hidden]` of the compute dtype. It must not change, and its
-        memory is kept, until `settle` or the next `save`."""
+        memory is kept, until `release` or the next `save`."""
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """Release the group input that was saved last: its memory may be used again."""
 
     def fetch(self, region: int) -> None:
@@ -50,7 +50,7 @@ class CpuCopies:
         self._store.destination(region).copy_(values)
         self._store.put(region)
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """See ActivationCopies."""
 
     def fetch(self, region: int) -> None:
@@ -86,7 +86,7 @@ class GpuCopies:
 
     def save(self, values: Tensor, region: int) -> None:
         """See ActivationCopies."""
-        self.settle()
+        self.release()
         destination = self._store.destination(region)
         # The group input was computed on the current stream.
         self._down.wait_stream(torch.cuda.current_stream())
@@ -97,7 +97,7 @@ class GpuCopies:
         # Its own tensor: the caller empties the given one after its group's forward pass.
         self._going = region, values.detach()
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """See ActivationCopies."""
         if self._going is not None:
             self._went.synchronize()

@@ -53,7 +53,7 @@ class OffloadedActivations:
         self._action = action
         yield
         if action.kind is Kind.F:
-            self._copies.settle()
+            self._copies.release()
 
     def hooks(self, group: int) -> saved_tensors_hooks:
         """Return what takes the input of a group in place of autograd. Inside, only this input is saved."""

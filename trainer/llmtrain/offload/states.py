@@ -172,7 +172,7 @@ class FileStates:
 
     def start_read(self, bucket: int, state: int, start: int, end: int) -> Callable[[], Tensor]:
         """See StateStore; the copy is the caller's."""
-        self.settle()
+        self.flush()
         region, offset = self._regions.current(bucket), state * self._buckets[bucket].part
         return self._file.elements(region, offset, torch.float32, start, end)
 
@@ -196,7 +196,7 @@ class FileStates:
         """See StateStore. Reads of `start_read` and writes of `write` are not counted."""
         return self._file.usage(self._queue)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the files have all that was put back or written."""
         with self._lock:
             self._ring.flush()

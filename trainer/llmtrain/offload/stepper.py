@@ -18,7 +18,7 @@ from llmtrain.offload.staging import BucketStep, Staging, StepAhead
 from llmtrain.offload.states import StateStore
 
 
-class Do(Enum):
+class JobKind(Enum):
     """AHEAD: step into spare memory. STEP: step. COMMIT: let a step ahead count, and publish its weights."""
 
     AHEAD = "ahead"
@@ -55,7 +55,7 @@ class _Step:
     work: BucketStep
     numbers: AdamWStep
     ticket: StepTicket
-    do = Do.STEP
+    kind = JobKind.STEP
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class _Commit:
 
     ahead: StepAhead
     ticket: StepTicket
-    do = Do.COMMIT
+    kind = JobKind.COMMIT
 
     @property
     def bucket(self) -> int:
@@ -79,7 +79,7 @@ class _Ahead:
     ahead: StepAhead
     numbers: AdamWStep
     done: bool = False
-    do = Do.AHEAD
+    kind = JobKind.AHEAD
 
     @property
     def work(self) -> BucketStep:
@@ -124,7 +124,7 @@ class _Queue:
         self.left += 1
 
     @property
-    def settled(self) -> bool:
+    def steps_ahead_done(self) -> bool:
         """Whether no step ahead runs."""
         return all(job.done for job in self.stepped_ahead.values())
 
@@ -144,9 +144,9 @@ class Stepper:
     def __init__(self, states: StateStore, stagings: Sequence[Staging], overlap: int) -> None:
         """overlap: buckets that the only thread fetches while it steps one; several threads fetch none."""
         self.states, self._stagings = states, stagings
-        self.observe: Callable[[Do, int], None] = lambda do, bucket: None
+        self.observe: Callable[[JobKind, int], None] = lambda kind, bucket: None
         self.moving: Callable[[], object] = lambda: None
-        self.done, self.waited = Counter[Do](), 0.0
+        self.done, self.waited = Counter[JobKind](), 0.0
         self.stalls = StreamStalls(torch.device("cpu"))
         self._main = threading.get_ident()
         self._queue, self._changed = _Queue(), threading.Condition()
@@ -185,7 +185,7 @@ class Stepper:
             queue.ahead.clear()
             if numbers is None or before is None or not _same(before, numbers):
                 # A step under way reads the gradients, which change soon.
-                self._wait(lambda: queue.settled)
+                self._wait(lambda: queue.steps_ahead_done)
                 queue.stepped_ahead.clear()
 
     def step(self, works: Sequence[BucketStep], numbers: AdamWStep) -> StepTicket:
@@ -246,7 +246,7 @@ class Stepper:
             new = list[_Step | _Ahead]()
             while len(entered) + len(new) <= fetched and (job := self._queue.next()) is not None:
                 new.append(job)
-                self.observe(job.do, job.work.bucket)
+                self.observe(job.kind, job.work.bucket)
         for job in new:
             if not job.work.part.start:
                 self.states.fetch(job.work.bucket)
@@ -263,7 +263,7 @@ class Stepper:
             self.states.put(work.bucket, False)
         with self._changed:
             self._count(job.ticket, event)
-            self._done(job.do)
+            self._done(job.kind)
 
     def _step_ahead(self, job: _Ahead, staging: Staging) -> None:
         bucket = job.work.bucket
@@ -272,7 +272,7 @@ class Stepper:
         self.states.put(bucket, True)
         with self._changed:
             job.done = True
-            self._done(job.do)
+            self._done(job.kind)
 
     def _publish(self) -> None:
         torch.set_grad_enabled(False)
@@ -285,7 +285,7 @@ class Stepper:
                 with self._changed:
                     del self._queue.stepped_ahead[bucket]
                     self._count(job.ticket, event)
-                    self._done(job.do)
+                    self._done(job.kind)
         except BaseException as error:
             self._fail(error)
 
@@ -298,7 +298,7 @@ class Stepper:
             if self._closed:
                 return None
             job = commits.popleft()
-            self.observe(job.do, job.bucket)
+            self.observe(job.kind, job.bucket)
             return job
 
     def _fail(self, error: BaseException) -> None:
@@ -310,8 +310,8 @@ class Stepper:
         ticket.done(event)
         self._queue.left -= 1
 
-    def _done(self, do: Do) -> None:
-        self.done[do] += 1
+    def _done(self, kind: JobKind) -> None:
+        self.done[kind] += 1
         self.moving()
         self._changed.notify_all()
 

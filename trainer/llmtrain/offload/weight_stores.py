@@ -40,10 +40,10 @@ class HostWeights:
 
     def read(self, unit: str, start: int, end: int) -> Tensor:
         """See WeightStore."""
-        self.settle()
+        self.synchronize()
         return self.shards[unit][start:end]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See WeightStore."""
         if self._pinned:
             # Reads and writes are done in the order of the current stream, for which the host has not waited.
@@ -123,7 +123,7 @@ class FileWeights:
         """See WeightStore; the copy is the caller's. It is not counted in `usage`."""
         return self._file.elements(self._regions[unit], 0, self._dtype, start, end)()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """See WeightStore. `load` and `store` wait for the device."""
 
     def usage(self) -> TierUsage:

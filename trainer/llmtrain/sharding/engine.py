@@ -159,7 +159,7 @@ class Engine:
 
     def update(self) -> None:
         """Update all weights from masters that something else than a step wrote. Collective."""
-        self.weights.settle()
+        self.weights.synchronize()
         for unit in self.units.values():
             self.weights.open(unit)
             unit.publish()

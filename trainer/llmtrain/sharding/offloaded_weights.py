@@ -29,7 +29,7 @@ class WeightStore(Protocol):
         """Return the elements `[start, end)` of a unit's shard, of the compute dtype, in the host's memory, once the
         writes are done."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device no longer reads or writes what the store holds."""
 
 

@@ -146,10 +146,10 @@ class GatheredWeights:
         if unit.hops.placement.moves_weights:
             unit.weight = unit.weight[:0]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device no longer uses weight shards that rest in the host's memory."""
         if self._policy.offloaded is not None:
-            self._policy.offloaded.store.settle()
+            self._policy.offloaded.store.synchronize()
 
     def read(self, unit: ShardedUnit, start: int, end: int) -> Tensor:
         """Return the elements `[start, end)` of a unit, of the compute dtype, from its shard on this rank, after all
