@@ -55,7 +55,8 @@ def test_threads_are_torchs() -> None:
     finally:
         torch.set_num_threads(before)
     mapped = Path("/proc/self/maps").read_text().splitlines()
-    assert len({line.split()[-1] for line in mapped if "libgomp" in line}) == 1
+    # Wheels such as that of sentencepiece have one of their own, of another name.
+    assert len({line.split()[-1] for line in mapped if "/libgomp.so" in line}) == 1
 
 
 def test_a_file_in_memory_whose_name_is_no_utf8(folders: Path) -> None:
