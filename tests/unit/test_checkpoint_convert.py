@@ -392,7 +392,7 @@ def test_progress_comes_to_its_total(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(f"llmtrain.checkpoint.{module}.progress", recorded)
     source = hf_folder("llama", tmp_path / "hf")
     convert(source, tmp_path / "run", "fp32", "5GB", None)
-    assert verify(tmp_path / "run" / "checkpoints" / "step-00000000") == []
+    assert verify(tmp_path / "run" / "checkpoints" / "step-00000000").problems == []
     convert(tmp_path / "run", tmp_path / "back", "bf16", "9KB", None)
     assert list(seen) == ["import", "verify step-00000000", "export"]
     for total, *done in seen.values():

@@ -82,7 +82,7 @@ def recover(folder: Path) -> None:
     """Clean the folder as the next run does, and check that nothing of the killed run remains."""
     Checkpointer(folder, RANKS, 1, asynchronous=False)
     for path in folder.iterdir():
-        assert verify(path) == []
+        assert verify(path).problems == []
 
 
 def die_at(count: int) -> None:

@@ -41,7 +41,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
 
 def test_verify_opens_each_once(checkpoint: Path, opened: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 12)
-    assert verify(checkpoint) == []
+    assert verify(checkpoint).problems == []
     assert opened == {f"rank-{rank:05d}.safetensors": 1 for rank in range(RANKS)}
 
 
@@ -50,7 +50,7 @@ def test_verify_finds_all_damage_of_files_and_blocks(checkpoint: Path) -> None:
         file.seek(-1, 2)
         file.write(b"\xa5")
     (checkpoint / "rank-00005.safetensors").unlink()
-    found = verify(checkpoint)
+    found = verify(checkpoint).problems
     assert len(found) == 2
     assert "rank-00003.safetensors does not match its checksum at head.weight (v)" in found[0]
     assert found[1] == "rank-00005.safetensors is missing"

@@ -132,7 +132,7 @@ def load_and_check(folder: Path, world: int, step: int | None) -> list[str]:
 def test_any_layout_reads_any_other(tmp_path: Path, saved: int, loaded: int, asynchronous: bool) -> None:
     assert save(tmp_path / "c", [10], saved, asynchronous=asynchronous) == [None]
     assert load_and_check(tmp_path / "c", loaded, 10) == []
-    assert verify(tmp_path / "c" / "step-00000010") == []
+    assert verify(tmp_path / "c" / "step-00000010").problems == []
 
 
 def test_pieces_longer_than_a_block(tmp_path: Path) -> None:
@@ -213,13 +213,13 @@ def test_200_flipped_bits_are_found_and_named(tmp_path: Path) -> None:
         damaged = bytearray(original)
         damaged[position] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        assert any(path.name in problem for problem in verify(newest)), (path, position)
+        assert any(path.name in problem for problem in verify(newest).problems), (path, position)
         warnings = load_and_check(tmp_path, 1, 10)
         assert len(warnings) == 1
         assert path.name in warnings[0]
         assert str(newest) in warnings[0]
         path.write_bytes(original)
-    assert verify(newest) == []
+    assert verify(newest).problems == []
 
 
 def test_every_file_cut_short_grown_or_missing_is_found(tmp_path: Path) -> None:
@@ -231,11 +231,11 @@ def test_every_file_cut_short_grown_or_missing_is_found(tmp_path: Path) -> None:
             path.unlink()
             if content is not None:
                 path.write_bytes(content)
-            assert any(path.name in problem for problem in verify(newest))
+            assert any(path.name in problem for problem in verify(newest).problems)
             assert path.name in load_and_check(tmp_path, 1, 10)[0]
             path.write_bytes(original)
     (newest / "notes.txt").touch()
-    assert verify(newest) == ["notes.txt is not part of the checkpoint"]
+    assert verify(newest).problems == ["notes.txt is not part of the checkpoint"]
 
 
 def test_damage_that_one_rank_sees_makes_all_go_back(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_damage_that_one_rank_sees_makes_all_go_back(tmp_path: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     assert "rank-00001.safetensors" in load_and_check(tmp_path, 3, 10)[0]
-    assert "head.norm.weight (v)" in verify(path.parent)[0]
+    assert "head.norm.weight (v)" in verify(path.parent).problems[0]
     with pytest.raises(RunFailedError, match=r"rank-00001\.safetensors"):
         on_ranks(2, lambda ranks: load(path.parent, shards_of(values_at(0), ranks), ranks))
 
@@ -344,10 +344,10 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
     for name in ("rank-00000.safetensors", MANIFEST):
         (folder / name).unlink()
         (folder / name).symlink_to(tmp_path / "elsewhere")
-        assert name in verify(folder)[0]
+        assert name in verify(folder).problems[0]
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        assert name in verify(folder)[0]
+        assert name in verify(folder).problems[0]
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).write_text("[" * 100_000)
     with pytest.raises(DamagedError):

@@ -130,21 +130,44 @@ def test_the_rank_at_fault_is_left_for_the_launcher(
     notes.close()
 
 
-@pytest.mark.parametrize(("rank", "by_agent", "waits"), [(0, False, 2.0), (0, True, 0.0), (1, False, 0.0)])
-def test_a_rank_that_holds_the_store_ends_after_the_others_have_read_its_word(
-    rank: int, by_agent: bool, waits: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "by_agent", "rounds"), [(0, False, 3), (0, True, 0), (1, False, 0)])
+def test_a_rank_that_holds_the_store_ends_after_the_others_have_ended(
+    rank: int, by_agent: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an agent, which holds it longer, the first rank does."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if by_agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    store, held = dist.HashStore(), list[float]()
-    watching = Watchdog(Activity(rank), store, 2, 600.0, noted=False)
-    monkeypatch.setattr(watchdog.atexit, "register", lambda sleep, seconds: held.append(seconds))
-    watching.leave_word()
-    assert sum(held) == waits * watchdog.LONGEST_ROUND
-    assert store.check([watchdog.REASON])
+    store, slept, at_exit = dist.HashStore(), list[float](), list[Callable[[], None]]()
+    watching = Watchdog(Activity(rank), store, 3, 600.0, noted=False)
     watching.end()
+    monkeypatch.setattr(watchdog.atexit, "register", at_exit.append)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        # Rank 1 ends in the second round. Rank 2 never came.
+        store.set("heartbeat/1", str(min(len(slept), 2)))
+
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    watching.leave_word()
+    for call in at_exit:
+        call()
+    assert slept == rounds * [watchdog.LONGEST_ROUND]
+    assert store.check([watchdog.REASON])
+
+
+def test_the_store_is_held_no_longer_than_others_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, slept = dist.HashStore(), list[float]()
+    watching = Watchdog(Activity(0), store, 2, 600.0, noted=False)
+    watching.end()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        store.set("heartbeat/1", str(len(slept)))
+
+    monkeypatch.setattr(watchdog.time, "sleep", sleep)
+    watching._stay_until_read()
+    assert len(slept) == LOST_ROUNDS + 2
 
 
 def test_only_the_thread_that_computes_is_said_to_wait() -> None:

@@ -70,8 +70,16 @@ def test_the_tokenizer_of_a_hugging_face_model_counts_where_no_other_is_given(wo
     with pytest.raises(BadInputError, match=r"^model\.hf is other, but the set set of data\.path was prepared"):
         check(*keys)
     check(*keys, "data.tokenizer=mine")
+    load_tokenizer("other").save("other/tokenizer.json")
+    tokenizer = json.loads(Path("other/tokenizer.json").read_text())
     Path("other/tokenizer.json").unlink()
     check(*keys)
+    Path("other/vocab.json").write_text(json.dumps(tokenizer["model"]["vocab"]))
+    merges = [one if isinstance(one, str) else " ".join(one) for one in tokenizer["model"]["merges"]]
+    Path("other/merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    Path("other/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with pytest.raises(BadInputError, match=r"^model\.hf is other, but the set set of data\.path was prepared"):
+        check(*keys)
 
 
 def test_sets_that_record_no_tokenizer_go_with_any(work: Path) -> None:

@@ -44,12 +44,16 @@ def test_a_sentencepiece_model_is_a_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_size(tmp_path / "copy") == tokenizer_size(tmp_path) == max(tokenizer.get_vocab().values()) + 1
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.model", b"none"), ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n")],
+)
+def test_a_tokenizer_that_cannot_be_read_is_told(name: str, content: bytes, tmp_path: Path) -> None:
     GPT2LMHeadModel(TINY).save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf/tokenizer.model").write_bytes(b"none")
-    assert convert(tmp_path / "hf", tmp_path / "run", "fp32", "5GB", None).sentence.endswith(
-        f"checkpoint.resume={tmp_path / 'run'}; its tokenizer cannot be read, so `llmtrain generate` needs another one"
-    )
+    (tmp_path / "hf" / name).write_bytes(content)
+    sentence = "; its tokenizer cannot be read, so `llmtrain generate` needs another one: "
+    found = convert(tmp_path / "hf", tmp_path / "run", "fp32", "5GB", None).sentence
+    assert f"checkpoint.resume={tmp_path / 'run'}{sentence}" in found
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:

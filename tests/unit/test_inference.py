@@ -150,6 +150,10 @@ def test_data_of_another_tokenizer(model: str, tmp_path: Path, capsys: pytest.Ca
     else:
         said = f"the set {tmp_path / 'set'} was prepared with another tokenizer than the model's, {folder}; prepare"
         assert said in refused(capsys, *words)
+    file = Path(folder, "tokenizer.json").rename(Path(folder, "tokenizer.model"))
+    # Nothing reads that one.
+    assert main(words) == 0
+    file.rename(file.with_name("tokenizer.json"))
 
 
 def test_data_that_was_relative_to_another_folder(

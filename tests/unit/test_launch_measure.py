@@ -43,6 +43,12 @@ def test_a_rank_is_near_the_gpu_that_it_takes(seen: int, expected: str | None, m
     assert bench_comm._accelerator_address(3) == expected
 
 
+def test_ranks_of_a_discovered_cluster_connect_over_the_network_of_the_environment() -> None:
+    """Over another one only where it joins several clusters."""
+    one, two = load_cluster("frontier"), load_cluster(UNEVEN)
+    assert [bench_comm._to_connect(*pair) for pair in ((None, one), (None, two), (one, one))] == [None, two, one]
+
+
 def test_every_tier_and_card_of_a_node_is_measured() -> None:
     frontier = load_cluster("frontier")
     measured = links(frontier, 16, one_machine=False, each_card=True)

@@ -21,7 +21,8 @@ from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 from llmtrain.checkpoint.save import Checkpointer
 from llmtrain.checkpoint.state_shard import StateShard
-from llmtrain.checkpoint.verify import verify
+from llmtrain.checkpoint.verify import Verified, verify
+from llmtrain.cli import ckpt
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.load import load_cluster
 from llmtrain.comm.ranks import Ranks
@@ -91,7 +92,7 @@ def test_a_bomb_in_a_checkpoint(name: str, checkpoint: Path, bomb: bytes, went_o
     (checkpoint / name).write_bytes(bomb)
     with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
         load(checkpoint)
-    assert verify(checkpoint)
+    assert verify(checkpoint).problems
     assert not went_off.exists()
 
 
@@ -99,7 +100,7 @@ def test_a_bomb_beside_a_checkpoint(checkpoint: Path, bomb: bytes, went_off: Pat
     for name in (".metadata", "model.pt", "optimizer.bin"):
         (checkpoint / name).write_bytes(bomb)
     load(checkpoint)
-    assert len(verify(checkpoint)) == 3
+    assert len(verify(checkpoint).problems) == 3
     assert not went_off.exists()
 
 
@@ -119,7 +120,7 @@ def test_a_manifest_that_climbs_out(name: str, checkpoint: Path) -> None:
     forge(checkpoint, lambda text: text.replace(PART, climbing))
     with pytest.raises(RunFailedError, match=r"no checkpoint .* is sound"):
         load(checkpoint)
-    assert any("which no checkpoint has" in problem for problem in verify(checkpoint))
+    assert any("which no checkpoint has" in problem for problem in verify(checkpoint).problems)
 
 
 @pytest.mark.parametrize("name", [PART, "manifest.json"])
@@ -131,27 +132,30 @@ def test_a_link_in_a_checkpoint(name: str, checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_a_file_that_the_disk_does_not_give_is_one_problem(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_the_disk_does_not_give_may_be_sound(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def block(reader: CheckpointReader, name: str, stored: StoredRange, index: int) -> torch.Tensor:
         raise OSError(errno.EIO, "Input/output error", str(reader.folder / stored.file))
 
     monkeypatch.setattr(CheckpointReader, "block", block)
+    unread = [f"{PART} cannot be read to its end: Input/output error"]
+    assert verify(checkpoint) == Verified([], unread)
+    sentence = r"1 of 1 checkpoints in .* cannot be read whole and may be sound; see to their disk or permissions, and"
+    with pytest.raises(RunFailedError, match=f"^{sentence} verify again$"):
+        ckpt.verify(checkpoint)
     (checkpoint / "notes").touch()
-    assert verify(checkpoint) == [
-        "notes is not part of the checkpoint", f"{PART} cannot be read to its end: Input/output error",
-    ]  # fmt: skip
+    assert verify(checkpoint) == Verified(["notes is not part of the checkpoint"], unread)
 
 
 def test_a_checkpoint_under_the_name_of_another(checkpoint: Path) -> None:
     shutil.copytree(checkpoint, checkpoint.with_name("step-00000040"))
-    assert verify(checkpoint.with_name("step-00000040")) == [
+    assert verify(checkpoint.with_name("step-00000040")).problems == [
         "manifest.json is of step 1, but its folder is named step-00000040; rename it back"
     ]
     # The run resumes from the only checkpoint whose name matches its step.
     assert load(checkpoint.parent)[0].startswith("skipped the checkpoint")
     assert "damage" in list_checkpoints(checkpoint.parent)[0]
     # A copy with another kind of name does not claim a step.
-    assert verify(checkpoint.rename(checkpoint.with_name("kept"))) == []
+    assert verify(checkpoint.rename(checkpoint.with_name("kept"))).problems == []
 
 
 def test_a_manifest_of_a_model_that_computes_something_else(checkpoint: Path) -> None:

@@ -1,9 +1,11 @@
 """Verify every byte of a checkpoint."""
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmtrain_data.progress import Report, progress
+from llmtrain_data.untrusted import reason
 
 from llmtrain.checkpoint.deleted import DeletedError
 from llmtrain.checkpoint.manifest import MANIFEST, SIDECAR, StoredRange
@@ -11,26 +13,43 @@ from llmtrain.checkpoint.plain_file import DamagedError
 from llmtrain.checkpoint.read import CheckpointReader
 
 
-def verify(folder: Path) -> list[str]:
-    """Return the problems of the checkpoint in `folder`, one sentence per file or block; empty if it is sound.
+@dataclass
+class Verified:
+    """The problems of a checkpoint, one sentence per file or block. damage: none if it is sound as far as it could be
+    read. unread: of files that the file system does not give; they may be sound."""
+
+    damage: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """All of them."""
+        return self.damage + self.unread
+
+
+def verify(folder: Path) -> Verified:
+    """Verify the checkpoint in `folder`.
 
     Reads every byte, and also finds files that are missing, too long, too short or not part of the checkpoint. Raises
     DeletedError if the folder is not there at the end.
     """
+    found = Verified()
     try:
-        problems = _problems_in(folder)
+        _verify(folder, found)
     except (DamagedError, FileNotFoundError) as error:
-        problems = [str(error)]
-    if problems and not folder.is_dir():
+        found.damage.append(str(error))
+    except OSError as error:
+        found.unread.append(f"{Path(error.filename or MANIFEST).name} cannot be read: {reason(error)}")
+    if found.problems and not folder.is_dir():
         raise DeletedError(folder)
-    return problems
+    return found
 
 
-def _problems_in(folder: Path) -> list[str]:
+def _verify(folder: Path, found: Verified) -> None:
     with CheckpointReader(folder) as reader:
         expected = {*reader.manifest.files, MANIFEST, SIDECAR}
         extra = sorted({path.name for path in folder.iterdir()} - expected)
-        problems = [f"{name} is not part of the checkpoint" for name in extra]
+        found.damage += [f"{name} is not part of the checkpoint" for name in extra]
         placed = defaultdict(list)
         for name, tensor in reader.manifest.tensors.items():
             for state, ranges in tensor.states.items():
@@ -40,16 +59,15 @@ def _problems_in(folder: Path) -> list[str]:
             # Each file is opened once and read front to back.
             for file, entry in reader.manifest.files.items():
                 report(entry.header)
-                problems += _problems_of(reader, file, sorted(placed[file], key=lambda one: one[1].offset), report)
-    return problems
+                in_order = sorted(placed[file], key=lambda one: one[1].offset)
+                _verify_file(reader, file, in_order, found, report)
 
 
-def _problems_of(
-    reader: CheckpointReader, file: str, placed: list[tuple[str, StoredRange]], report: Report
-) -> list[str]:
-    """Return the problems of one file. placed: the names and places of its ranges, in order."""
+def _verify_file(
+    reader: CheckpointReader, file: str, placed: list[tuple[str, StoredRange]], found: Verified, report: Report
+) -> None:
+    """Verify one file. placed: the names and ranges of its content, in order."""
     left = sum(stored.nbytes for _, stored in placed)
-    problems = []
     try:
         reader.file(file)
         for name, stored in placed:
@@ -60,11 +78,10 @@ def _problems_of(
                 try:
                     reader.block(name, stored, index)
                 except DamagedError as error:
-                    problems.append(str(error))
+                    found.damage.append(str(error))
     except DamagedError as error:
-        problems.append(str(error))
+        found.damage.append(str(error))
     except OSError as error:
         # Each further read of a failing disk would take as long. The other files are still read.
-        problems.append(f"{file} cannot be read to its end: {error.strerror}")
+        found.unread.append(f"{file} cannot be read to its end: {reason(error)}")
     report(left)
-    return problems

@@ -62,33 +62,37 @@ def inspect(source: RunOrCheckpoint, as_json: Json = False) -> None:
 
 @app.command()
 def verify(source: RunOrCheckpoint, as_json: Json = False) -> None:
-    """Compare every byte of every checkpoint to its checksums; exit code 1 if anything is damaged."""
+    """Compare every byte of every checkpoint to its checksums; exit code 1 if anything is damaged or cannot be read."""
     from llmtrain.checkpoint.describe import existing
 
     folders = existing(source)
     with loading("PyTorch"):
         from llmtrain.checkpoint.deleted import DeletedError
-        from llmtrain.checkpoint.verify import verify as problems_of
+        from llmtrain.checkpoint.verify import verify as verify_one
 
     results, deleted = {}, []
     for folder in folders:
         try:
-            results[str(folder)] = problems_of(folder)
+            results[str(folder)] = verify_one(folder)
         except DeletedError:
             deleted.append(folder)
     if as_json:
-        say_json(results)
+        say_json({name: found.problems for name, found in results.items()})
     else:
-        for name, problems in results.items():
-            say("\n".join(f"{name}: {problem}" for problem in problems) or f"{name}: sound")
+        for name, found in results.items():
+            say("\n".join(f"{name}: {problem}" for problem in found.problems) or f"{name}: sound")
         for gone in deleted:
             say(f"{gone}: deleted by its run meanwhile (checkpoint.keep)")
-    damaged = sum(map(bool, results.values()))
-    if damaged:
-        raise RunFailedError(
-            f"{damaged} of {len(results)} checkpoints in {source} are damaged; remove them: a run resumes from "
-            "the newest sound one"
-        )
+    damaged = sum(bool(found.damage) for found in results.values())
+    unread = sum(bool(found.unread and not found.damage) for found in results.values())
+    sentences = [
+        f"{damaged} of {len(results)} checkpoints in {source} are damaged; remove them: a run resumes from the newest "
+        "sound one",
+        f"{unread} of {len(results)} checkpoints in {source} cannot be read whole and may be sound; see to their disk "
+        "or permissions, and verify again",
+    ]
+    if damaged or unread:
+        raise RunFailedError("; ".join(one for one, count in zip(sentences, (damaged, unread), strict=True) if count))
 
 
 @app.command()

@@ -189,7 +189,7 @@ def connect(
     layout: Layout,
     tiers: tuple[Tier, ...] = ALONE,
     timeout: timedelta = timedelta(minutes=10),
-    cluster: Cluster | Callable[[dist.Store], Cluster] | None = None,
+    cluster: Cluster | Callable[[dist.Store], Cluster | None] | None = None,
     noted: bool = False,
 ) -> Ranks:
     """Join the run that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).

@@ -86,9 +86,25 @@ class Watchdog:
         """Tell the others that this rank ends and says why. They end a little later and print nothing."""
         with suppress(RuntimeError):
             self._store.compare_set(REASON, "", json.dumps({"sentence": "", "gone": []}))
-        if self._activity.rank == 0 and self._others and not started_by_agent(os.environ):
-            # The others still have to read it, and this process holds the store. Over NCCL they would wait for long.
-            atexit.register(time.sleep, 2 * self._pause)
+        if self._holds_store:
+            atexit.register(self._stay_until_read)
+
+    @property
+    def _holds_store(self) -> bool:
+        return self._activity.rank == 0 and bool(self._others) and not started_by_agent(os.environ)
+
+    def _stay_until_read(self) -> None:
+        """Hold the store until the others have ended: over NCCL, those that have not read why would wait for long."""
+        before = list[bytes]()
+        with suppress(RuntimeError):
+            # They end by themselves, or after LOST_ROUNDS.
+            for _ in range(LOST_ROUNDS + 2):
+                time.sleep(self._pause)
+                keys = [key_of(rank) for rank in self._others if self._store.check([key_of(rank)])]
+                now = self._store.multi_get(keys) if keys else []
+                if now == before:
+                    return
+                before = now
 
     def find_lost(self) -> None:
         """After a loss of contact, wait until the lost rank is found, which ends the process. Return if none is."""
@@ -250,6 +266,8 @@ class Watchdog:
         if reason["sentence"] or self._activity.lost or self._reasons_read > LOST_ROUNDS:
             if reason["sentence"]:
                 self._report_in_time(reason["sentence"])
+            if self._holds_store:
+                self._stay_until_read()
             os._exit(EXIT_FAILED)
 
     def _report_in_time(self, sentence: str) -> None:

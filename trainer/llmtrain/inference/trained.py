@@ -10,6 +10,7 @@ import torch
 from llmtrain_data import units as quantities
 from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import SamplePart, Samples, Split, open_split
+from llmtrain_data.errors import DataError
 from llmtrain_data.indexed import bin_path
 from llmtrain_data.tokenizer import ids_before_text, known_end_of_text_id, load_tokenizer, tokenizer_identity
 from llmtrain_data.waiting import Waiting
@@ -213,7 +214,11 @@ def _check_prepared_with_tokenizer(trained: TrainedModel, samples: Samples) -> N
     }
     if trained.tokenizer is None or not recorded:
         return
-    own = tokenizer_identity(trained.tokenizer)
+    try:
+        own = tokenizer_identity(trained.tokenizer)
+    except DataError:
+        # An imported model may have one that nothing here reads.
+        return
     for prefix, identity in recorded.items():
         if identity != own:
             raise BadInputError(

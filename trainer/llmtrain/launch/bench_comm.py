@@ -18,7 +18,7 @@ from llmtrain.cluster.load import load_cluster
 from llmtrain.cluster.tiers import tiers
 from llmtrain.comm.environment import Launched, heed_launcher, launched
 from llmtrain.errors import BadInputError
-from llmtrain.launch.ending import end_together
+from llmtrain.launch.ending import end_together, reported_once
 from llmtrain.launch.gpus import check_gpus, set_gpu_variables
 from llmtrain.launch.measure.discover import Machine, discovered, this_machine
 from llmtrain.launch.measure.links import Link, links, socket_links
@@ -95,9 +95,10 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, launch: Launched
     machine = this_machine(launch.local_rank, launch.ranks_per_node, _accelerator_address(launch.local_rank))
     machines = list[Machine]()
 
-    def seen(store: "Store") -> Cluster:
+    def seen(store: "Store") -> Cluster | None:
         machines.extend(_gather_machines(store, launch, machine))
-        return _start_from(given, machines, launch.ranks_per_node, one_machine)
+        with reported_once(launch):
+            return _to_connect(given, _start_from(given, machines, launch.ranks_per_node, one_machine))
 
     # Ranks of clusters that only one network joins cannot connect before they know it.
     ranks = connect(Layout({Axis.DATA: launch.world}), timeout=TIMEOUT, cluster=seen, noted=True)
@@ -132,6 +133,12 @@ def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: in
     if given is not None:
         return replace(given, clusters=found.clusters, between=found.between)
     return replace(found, accelerator=this_accelerator())
+
+
+def _to_connect(given: Cluster | None, found: Cluster) -> Cluster | None:
+    """Return the description whose network joins all ranks, None for that of the environment or the backend's choice:
+    NCCL would use the first of a discovered cluster's networks, and no other."""
+    return found if given is not None or len(found.clusters) > 1 else None
 
 
 def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:

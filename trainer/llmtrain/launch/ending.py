@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 from llmtrain_data.errors import DataError
 
 from llmtrain.comm.crash_notes import Ending
-from llmtrain.comm.environment import LAUNCHER_PID
+from llmtrain.comm.environment import LAUNCHER_PID, Launched
 from llmtrain.comm.nccl_failure import nccl_failure
 from llmtrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     RESUMES,
+    BadInputError,
     CommandError,
     PreemptedError,
     RunFailedError,
@@ -25,6 +27,23 @@ from llmtrain.errors import (
 
 if TYPE_CHECKING:
     from llmtrain.comm.ranks import Ranks
+
+# Seconds that ranks leave the first one of their machine to report a bad recipe.
+REPORT = 10.0
+
+
+@contextmanager
+def reported_once(launch: Launched | None) -> Iterator[None]:
+    """Let only one rank of each machine report a bad recipe or cluster, because all of them find the same error."""
+    try:
+        yield
+    except BadInputError as error:
+        if launch is None or launch.local_rank == 0:
+            raise
+        # A launcher ends all ranks when one has ended: the rank that reports must end first.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(REPORT)
+        raise SystemExit(error.exit_code) from error
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +17,7 @@ from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.load import given_cluster
 from llmtrain.comm.environment import Launched, heed_launcher, idle_nodes, launched
 from llmtrain.errors import BadInputError, RunFailedError
+from llmtrain.launch.ending import reported_once
 from llmtrain.launch.gpus import (
     check_gpus,
     cluster_of_gpus,
@@ -58,8 +56,6 @@ RECIPE = "LLMTRAIN_RECIPE"
 _RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 # Bytes of an environment variable; Linux takes 128 KiB with its name.
 LONGEST_VARIABLE = 120_000
-# Seconds that ranks leave the first one of their machine to report a bad recipe.
-REPORT = 10.0
 
 
 def start(
@@ -74,7 +70,7 @@ def start(
     # The first rank has several sockets for each of the others.
     allow_many_files()
     launch = launched(os.environ, nproc)
-    with _reported_once(launch):
+    with reported_once(launch):
         given = _given_recipe(launch)
         recipe = given or load_recipe(name, overrides)
         check_recipe(recipe, () if given else folders_above(name))
@@ -86,7 +82,7 @@ def start(
     waiting = None if dry_run or launch is not None else set_waiting(os.environ, nproc or 1)
     gpus = _gpus(launch)
     facts = _facts(launch, nproc, gpus, described=recipe.cluster != "auto")
-    with _reported_once(launch):
+    with reported_once(launch):
         plan = check_and_plan(recipe, facts)
         # Ranks that a launcher has started compare when they load: a manifest may have hundreds of MB.
         differences = check_origin(plan) if launch is None else []
@@ -106,7 +102,7 @@ def start(
     for remark in _remarks(launch, gpus):
         say(f"llmtrain: {remark}", err=True)
     set_gpu_variables(facts.world, plan.training.deterministic)
-    with _reported_once(launch):
+    with reported_once(launch):
         if problems:
             raise BadInputError(problems[0])
     if waiting is not None and facts.device == "cpu":
@@ -271,20 +267,6 @@ def _kernels_problem(plan: Plan) -> str | None:
             "(in a container its seccomp profile; sysctl kernel.io_uring_disabled, fs.aio-max-nr), or leave nvme out"
         )
     return None
-
-
-@contextmanager
-def _reported_once(launch: Launched | None) -> Iterator[None]:
-    """Let only one rank of each machine report a bad recipe, because all of them find the same error."""
-    try:
-        yield
-    except BadInputError as error:
-        if launch is None or launch.local_rank == 0:
-            raise
-        # A launcher ends all ranks when one has ended: the rank that reports must end first.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(REPORT)
-        raise SystemExit(error.exit_code) from error
 
 
 def _launch(words: list[str], recipe: Recipe, facts: Facts, force: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from llmtrain_data.waiting import loading
 
 from llmtrain.checkpoint.convert.target import refuse_existing
-from llmtrain.checkpoint.convert.tokenizer import TOKENIZER, has_tokenizer
+from llmtrain.checkpoint.convert.tokenizer import has_tokenizer, unreadable
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.cluster.quantity import quantity
 from llmtrain.errors import BadInputError
@@ -51,8 +51,8 @@ def convert(source: Path, target: Path, dtype: str, max_shard_size: str, tokeniz
             from llmtrain.checkpoint.convert.import_hf import import_hf
         import_hf(source, target)
         sentence = f"{target} holds a checkpoint of step 0; start a run from it with checkpoint.resume={target}"
-        if has_tokenizer(source) and not (target / "tokenizer" / TOKENIZER).is_file():
-            sentence += "; its tokenizer cannot be read, so `llmtrain generate` needs another one"
+        if has_tokenizer(source) and (problem := unreadable(target / "tokenizer")):
+            sentence += f"; its tokenizer cannot be read, so `llmtrain generate` needs another one: {problem}"
         return Converted("checkpoint", str(target), str(source), sentence)
     checkpoints = find_checkpoints(source)
     if not checkpoints:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.replace import replace_file
-from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, load_tokenizer, token_ids
+from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, load_tokenizer, token_ids, tokenizer_identity
 
 from llmtrain.errors import BadInputError
 
@@ -38,6 +38,15 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has a tokenizer's files. An imported model's may hold a generation_config.json alone."""
     return any(path.name != GENERATION for path in tokenizer_files(folder))
+
+
+def unreadable(folder: Path) -> str | None:
+    """Return why a tokenizer cannot be read, None if it can."""
+    try:
+        tokenizer_identity(folder)
+    except DataError as error:
+        return str(error)
+    return None
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:

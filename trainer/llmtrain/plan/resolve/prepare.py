@@ -75,13 +75,19 @@ def _tokenizer_size(folder: str) -> int:
 
 def _check_prepared_with_tokenizer(recipe: Recipe) -> None:
     """Raise BadInputError if a set records that another tokenizer than the run's prepared it."""
-    key, folder, hf = "data.tokenizer", recipe.data.tokenizer, recipe.model.hf
-    if folder is None and hf is not None and Path(hf, "tokenizer.json").is_file():
-        key, folder = "model.hf", hf
+    key, folder = "data.tokenizer", recipe.data.tokenizer
+    if folder is None:
+        key, folder = "model.hf", recipe.model.hf
     known = list(_recorded(recipe))
     if folder is None or not known:
         return
-    own = tokenizer_identity(folder)
+    try:
+        own = tokenizer_identity(folder)
+    except DataError:
+        # A model needs no tokenizer to be trained.
+        if key == "model.hf":
+            return
+        raise
     for path, prefix, recorded in known:
         if recorded != own:
             raise BadInputError(
