@@ -203,7 +203,7 @@ def test_a_file_that_cannot_be_opened_at_a_rewind_is_why_the_run_ends(tmp_path: 
             log.start(0, [])
             (tmp_path / "metrics.jsonl").unlink()
             (tmp_path / "metrics.jsonl").mkdir()
-            log.rewind(0)
+            log.rewind(0, 0)
 
     with pytest.raises(RunFailedError, match=r"metrics\.jsonl cannot be written \(it is not a regular file\)"):
         run()

@@ -170,6 +170,54 @@ def test_rewinding_survives_stops(
     assert steps(train(REWIND)) == whole
 
 
+def test_a_rewind_goes_to_what_was_due_whatever_was_due_before(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run that is prolonged, and the checkpoints of another interval."""
+    train(REWIND, "train.steps=8")
+    spoil(monkeypatch, range(9, 10))
+    found = train(REWIND)
+    assert [row["passed_batches"] for row in found if "event" not in row] == [0] * 8 + [2] * 12
+    monkeypatch.undo()
+    train("name=other", REWIND, "train.steps=12")
+    spoil(monkeypatch, range(13, 14))
+    found = train("name=other", REWIND, "checkpoint.every=0")
+    assert [row["passed_batches"] for row in found if "event" not in row] == [0] * 12 + [2] * 8
+
+
+def test_many_stops_leave_the_checkpoint_that_a_rewind_needs(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, folder = (REWIND, "checkpoint.keep=1"), tmp_path / "runs" / "tiny" / "checkpoints"
+    spoil(monkeypatch, range(10, 11))
+    whole = steps(train("name=whole", *keys))
+    for stop_after in (7, 8, 9):
+        monkeypatch.undo()
+        spoil(monkeypatch, range(10, 11), stop_after)
+        with pytest.raises(PreemptedError):
+            train(*keys)
+        assert sorted(path.name for path in folder.iterdir()) == ["step-00000006", f"step-{stop_after:08}"]
+    monkeypatch.undo()
+    spoil(monkeypatch, range(10, 11))
+    found = train(*keys)
+    assert steps(found) == whole
+    assert found[-1]["tokens"] == 20 * 8 * 16
+    assert [path.name for path in folder.iterdir()] == ["step-00000020"]
+
+
+def test_a_rewind_takes_what_a_stop_left_where_the_other_one_is_damaged(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, range(10, 11), 8)
+    with pytest.raises(PreemptedError):
+        train(REWIND)
+    file = tmp_path / "runs/tiny/checkpoints/step-00000006/rank-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    monkeypatch.undo()
+    spoil(monkeypatch, range(10, 11))
+    found = train(REWIND)
+    assert [row["passed_batches"] for row in found if "event" not in row] == [0] * 8 + [3] * 12
+
+
 def test_run_that_began_with_another_goes_back_to_there(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

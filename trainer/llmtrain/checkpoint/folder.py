@@ -130,14 +130,15 @@ def commit(partial: Path, final: Path, manifest: Manifest) -> None:
     partial.rename(final)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints up to `step`; checkpoints of later steps are not this run's.
+def prune(folder: Path, step: int, keep: int, also: int | None = None) -> None:
+    """Delete all but the `keep` newest checkpoints up to `step`, and that of the step `also`; checkpoints of later
+    steps are not this run's.
 
     Also deletes replaced checkpoints, and what an earlier call could not delete. Raises OSError: on NFS, a folder stays
     while a program has one of its files open.
     """
     upto = [path for path in step_folders(folder) if step_of(path) <= step]
-    _drop(folder, upto[:-keep])
+    _drop(folder, [path for path in upto[:-keep] if step_of(path) != also])
     for path in _leftovers(folder):
         if path.suffix == ".pruned" or (path.suffix == ".replaced" and path.with_suffix("").exists()):
             shutil.rmtree(path)

@@ -27,18 +27,18 @@ def load_latest(
     ranks: Ranks,
     warn: Callable[[str], None],
     model: GPTConfig | None = None,
-    wanted: Callable[[int], bool] | None = None,
+    preferred: int | None = None,
 ) -> dict[str, JsonValue] | None:
     """Fill `shards` from the newest sound checkpoint; return its progress, or None if there is no checkpoint.
 
     path: the folder of a run, its checkpoints, or one checkpoint. warn: called on every rank with a sentence for each
     damaged checkpoint, which is skipped, and with those of `check_model`. model: the recipe's, which it compares with
-    the checkpoint's. wanted: returns whether a step's checkpoint may be loaded; None: all may. Collective. Raises
+    the checkpoint's. preferred: the step whose checkpoint comes before newer ones. Collective. Raises
     RunFailedError if there are checkpoints but none is sound, UnreachableError on all ranks if one of them cannot read
     a checkpoint that may be sound, BadInputError if a sound one holds another model than `shards`.
     """
     messages = StoreMessages(ranks, "load")
-    folders = [one for one in _candidates(path, ranks, messages) if wanted is None or wanted(step_of(one))]
+    folders = sorted(_candidates(path, ranks, messages), key=lambda folder: step_of(folder) != preferred)
     for folder in folders:
         ranks.activity.begin(f"loading the checkpoint {folder.name}")
         try:

@@ -56,7 +56,8 @@ def _adapter() -> TypeAdapter[_Result]:
 class Checkpointer:
     """Saves checkpoints into one folder, one at a time. Every rank makes one and calls the same methods in one order.
 
-    folder: the run's `checkpoints`, shared by all ranks. keep: number of complete checkpoints to keep. asynchronous:
+    folder: the run's `checkpoints`, shared by all ranks. keep: number of complete checkpoints to keep; with
+    keep_scheduled, the one of the step `scheduled` in the progress that is saved stays as well. asynchronous:
     write in the background, from host copies that `save` makes; otherwise no copies are made, and states of a GPU are
     read block by block. confirm: raises RunFailedError if another run has taken the folder; called on the main rank
     before the first write and before the final rename. Raises RunFailedError if the leftovers of a killed process
@@ -70,8 +71,9 @@ class Checkpointer:
         keep: int,
         asynchronous: bool,
         confirm: Callable[[], None] = lambda: None,
+        keep_scheduled: bool = False,
     ) -> None:
-        self._folder, self._ranks, self._keep = folder, ranks, keep
+        self._folder, self._ranks, self._keep, self._keep_scheduled = folder, ranks, keep, keep_scheduled
         self._messages, self._confirm = StoreMessages(ranks, "save"), confirm
         self._staging: HostCopies | None = None
         self._copied: Event = Done()
@@ -286,8 +288,9 @@ class Checkpointer:
             sync_folder(self._folder)
         except OSError as error:
             return f"{saved}, but may not survive a power failure, and older ones stay: {_reason(error)}"
+        scheduled = save.progress.get("scheduled") if self._keep_scheduled else None
         try:
-            prune(self._folder, save.step, self._keep)
+            prune(self._folder, save.step, self._keep, scheduled if isinstance(scheduled, int) else None)
         except OSError as error:
             return f"{saved}, but an older one stays: {_reason(error)}"
         return ""

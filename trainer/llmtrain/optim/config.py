@@ -83,7 +83,8 @@ class SpikeConfig:
 
     threshold: a loss above this multiple of the median of the losses before it is a spike (0: no loss is). window:
     number of applied steps whose losses the median is taken over; earlier losses are never spikes. action: skip leaves
-    out the step's update; rewind goes back to the last checkpoint and skips the data up to the spike.
+    out the step's update; rewind goes back to the last checkpoint that was due (one that a stop left changes nothing)
+    and skips the data up to the spike.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -95,3 +96,8 @@ class SpikeConfig:
     def __post_init__(self) -> None:
         if self.threshold != 0 and self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it must be above 1, or 0 for no spikes")
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a spike may rewind the run."""
+        return self.threshold > 0 and self.action == "rewind"

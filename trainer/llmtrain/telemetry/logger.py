@@ -64,10 +64,10 @@ class RunLogger:
         """Return whether the metrics file has an evaluation after `step`; False on other ranks than the main one."""
         return self._main is not None and self._main.evaluated(step)
 
-    def rewind(self, step: int) -> None:
-        """Resume after `step`, and drop later rows."""
+    def rewind(self, step: int, tokens: int) -> None:
+        """Resume after `step`, and drop later rows. tokens: of all steps until then."""
         if self._main is not None:
-            self._main.rewind(step)
+            self._main.rewind(step, tokens)
 
     def warn(self, sentence: str) -> None:
         """Print a warning."""

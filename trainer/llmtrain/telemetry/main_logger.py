@@ -62,13 +62,14 @@ class MainLogger:
             shown.append(("continues after", f"step {resumed_step}{whole if resumed_step >= steps else ''}"))
         self.console.start(self._plan.name, shown, decisions, resumed_step, self._elapsed())
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, tokens: int) -> None:
         # If reopening fails, the run stops with that error and there is no open file to log it in.
         metrics, self._metrics = self._open_metrics(), None
         metrics.rewind(step)
         self._metrics = metrics
         self._window.clear()
         self._restore(step, metrics.rows_kept)
+        self._tokens = tokens
 
     def _restore(self, step: int, kept: list[Row]) -> None:
         """Resume after `step`, with the totals of the rows of earlier starts: their time counts, the time between

@@ -76,9 +76,12 @@ def after_step(run: Run, stopping: bool) -> bool:
     plan, done, steps = run.plan, run.progress.step, run.plan.training.steps
     cut = _due(done, plan.training.eval_every, steps) and not evaluate(run)
     stopping = stopping or run.stop.agreed
-    saving = stopping or _due(done, plan.checkpoint.every or steps, steps)
+    due = _due(done, plan.checkpoint.every or steps, steps)
+    saving = stopping or due
     if saving or _due(done, plan.training.compare_every, steps):
         compare_replicas(run)
+    if due:
+        run.progress.scheduled = done
     if saving:
         save(run)
     return cut or (stopping and done < steps)
@@ -139,7 +142,8 @@ def begin(run: Run) -> None:
         evaluate(run)
         if run.stop.agreed:
             raise KeyboardInterrupt if run.stop.interrupted else PreemptedError(STOPPED_EARLY)
-    if run.plan.spikes.threshold and run.plan.spikes.action == "rewind":
+    if run.plan.spikes.rewinds:
+        run.progress.scheduled = run.progress.step
         save(run)
 
 

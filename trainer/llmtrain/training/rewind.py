@@ -1,4 +1,4 @@
-"""What follows a loss that spikes or is not finite: the run rewinds to its newest checkpoint, or fails."""
+"""What follows a loss that spikes or is not finite: the run rewinds to its newest scheduled checkpoint, or fails."""
 
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ from llmtrain.training.states import restore_progress, shards_to_read
 
 
 def rewind(run: Run, loss: float) -> None:
-    """Rewind to the newest checkpoint, and skip the data of the spike. Collective."""
+    """Rewind to the newest scheduled checkpoint, and skip the data of the spike. Collective."""
     at = run.progress.step + 1
     if run.progress.rewinds >= run.plan.training.max_skipped:
         fail(run, f"the loss spiked (on_spike) {run.progress.rewinds + 1} times in a row after the same checkpoint")
@@ -23,20 +23,14 @@ def rewind(run: Run, loss: float) -> None:
 
 
 def rewind_states(run: Run) -> None:
-    """Load the newest checkpoint again, and pass over the data of the steps since then and of the current step.
+    """Load the newest scheduled checkpoint again, and pass over the data of the steps since then and of the current
+    step: one that a stop left must not change the curve. If that one is lost, load the newest that is sound.
     Collective."""
     run.ranks.activity.begin("going back to the last checkpoint")
     if failure := run.checkpoints.wait():
         run.log.warn(failure)
-    before, every, own = run.progress, run.plan.checkpoint.every, run.folder / "checkpoints"
-
-    def regular(step: int) -> bool:
-        """Whether an uninterrupted run has a checkpoint of `step`: one that a stop left must not change the curve."""
-        return step % every == 0 if every else step == 0
-
-    shards = shards_to_read(run)
-    saved = load_latest(own, shards, run.ranks, run.log.warn, run.plan.model, regular)
-    saved = saved or load_latest(own, shards, run.ranks, run.log.warn, run.plan.model)
+    before, own, shards = run.progress, run.folder / "checkpoints", shards_to_read(run)
+    saved = load_latest(own, shards, run.ranks, run.log.warn, run.plan.model, before.scheduled)
     if saved is None:
         raise RunFailedError(f"{own} holds no checkpoint to go back to (on_spike.action); start the run anew")
     restore_progress(run, saved)
@@ -44,7 +38,8 @@ def rewind_states(run: Run) -> None:
     run.progress.passed = before.passed + before.step + 1 - run.progress.step
     run.progress.rewinds = before.rewinds + 1
     run.engine.update()
-    run.log.rewind(run.progress.step)
+    run.compared = min(run.compared, run.progress.step)
+    run.log.rewind(run.progress.step, run.progress.tokens)
     if run.ranks.is_main:
         # The run has not reached the steps of later checkpoints.
         with writing(own):

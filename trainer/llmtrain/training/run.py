@@ -98,7 +98,8 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
             doing=lambda: stop.with_request(ranks.activity.doing()),
         )
         saving = plan.checkpoint
-        checkpoints = Checkpointer(folder / "checkpoints", ranks, saving.keep, saving.asynchronous, lock.confirm)
+        own, spared = folder / "checkpoints", plan.spikes.rewinds
+        checkpoints = Checkpointer(own, ranks, saving.keep, saving.asynchronous, lock.confirm, spared)
         sampler = LinkSampler(ranks, more=_offload_links(plan, parts.offloaded, parts.activations))
         batches = closing(BatchReader(train_data, plan, ranks))
         with sampler as links, RunLogger(folder, plan, about, ranks.is_main, comm, links) as log, batches as reader:

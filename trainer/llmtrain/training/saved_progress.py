@@ -19,7 +19,8 @@ class Progress:
     tokens: tokens of the steps. applied: steps that changed the weights. skipped: steps that did not. skipped_in_row:
     skipped steps since the last applied one. loss_scale: None where the loss is not scaled. good_steps: steps since the
     loss scale changed. passed: global batches that were passed over. rewinds: times in a row that the run went back to
-    its newest checkpoint. losses: the last losses, which a spike is compared with.
+    its newest checkpoint. scheduled: step of the newest checkpoint that was due, and not left by a stop. losses: the
+    last losses, which a spike is compared with.
     """
 
     step: int = 0
@@ -32,6 +33,7 @@ class Progress:
     good_steps: int = 0
     passed: int = 0
     rewinds: int = 0
+    scheduled: int = 0
     losses: list[float] = field(default_factory=list)
 
 
@@ -48,4 +50,6 @@ def progress_of(saved: dict[str, JsonValue], batch: Batch) -> Progress:
         # The checkpoint predates these counters.
         found.samples = (found.step + found.passed) * batch.sequences
         found.tokens = found.step * batch.tokens
+    if "scheduled" not in saved:
+        found.scheduled = found.step
     return found
