@@ -257,7 +257,7 @@ def test_a_trained_model_generates(folder: Path, device: Device) -> None:
     trained(folder, "model", device)
     model = open_model(folder / "runs" / "model", pytest.fail).model
     assert next(model.parameters()).device.type == device
-    tokens = list(generate(model, [1, 2, 3], 5, Sampling(temperature=0), None))
+    tokens = list(generate(model, [1, 2, 3], 5, Sampling(temperature=0)))
     assert len(tokens) == 5
     assert all(0 <= token < 64 for token in tokens)
 

@@ -68,6 +68,16 @@ def test_of_a_checkpoints_recipe_only_the_data_matter(tmp_path: Path, capsys: py
     assert main(["generate", str(tmp_path), *words]) == 0
 
 
+def test_texts_end_with_any_token_of_the_generation_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, stops = Path(tokenizer(tmp_path / "own", 65)), list[set[int]]()
+    monkeypatch.setattr("llmtrain.inference.trained.generate", lambda *given: iter(stops.append(given[-1]) or ()))
+    words = ("generate", saved(tmp_path / "run", 0.1), "--tokenizer", str(folder), "--prompt", "1")
+    assert main(words) == 0
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert main(words) == 0
+    assert stops == [stops[0], stops[0] | {3, 4}]
+
+
 def test_fp16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = IndexedWriter(tmp_path / "set", np.dtype(np.uint16))
     writer.add(np.arange(500) % 65, np.array([500]))

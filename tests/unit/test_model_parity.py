@@ -51,9 +51,9 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": gpt2,
     "llama": llama,
     "llama-tied": lambda: llama(tied=True),
-    "llama-scaled": lambda: llama(rope_scaling=SCALING),
+    "llama-scaled": lambda: llama(rope_scaling={**SCALING}),
     "neox": neox,
-    "neox-scaled": lambda: neox(rope_scaling=SCALING),
+    "neox-scaled": lambda: neox(rope_scaling={**SCALING}),
     "neox-20b": lambda: neox("gelu_fast"),
 }
 

@@ -1,6 +1,6 @@
 """Sample tokens from a model."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import isnan
 
@@ -29,8 +29,10 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop_at: int | None) -> Iterator[int]:
-    """Yield up to `count` tokens after `prompt` (at least one token), and end before the token `stop_at`.
+def generate(
+    model: GPT, prompt: list[int], count: int, sampling: Sampling, stop_at: Collection[int] = ()
+) -> Iterator[int]:
+    """Yield up to `count` tokens after `prompt` (at least one token), and end before one of the tokens `stop_at`.
 
     The model sees the last `positions` tokens. Raises RunFailedError if a logit is not finite.
     """
@@ -44,7 +46,7 @@ def generate(model: GPT, prompt: list[int], count: int, sampling: Sampling, stop
         if not logits.isfinite().all():
             raise RunFailedError("the model's logits are not finite numbers; its training diverged, or it is damaged")
         drawn = draw(logits, sampling, generator)
-        if drawn == stop_at:
+        if drawn in stop_at:
             return
         yield drawn
         tokens = torch.cat((tokens, torch.tensor([[drawn]], device=device)), dim=1)

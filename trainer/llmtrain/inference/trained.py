@@ -17,6 +17,7 @@ from llmtrain_data.waiting import Waiting
 from llmtrain_kernels.attention.op import take_kernel
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
+from llmtrain.checkpoint.convert.generation import end_tokens
 from llmtrain.checkpoint.convert.tokenizer import has_tokenizer, tokenizer_of
 from llmtrain.checkpoint.folder import find_checkpoints
 from llmtrain.checkpoint.load import load
@@ -290,7 +291,8 @@ def complete(
     # Decoded alone, the first new token may lose the space before its word.
     tokens = tokenizer.encode(prompt, add_special_tokens=False).ids[-_CONTEXT:]
     shown = tokenizer.decode(tokens, skip_special_tokens=False)
-    for token in generate(trained.model, start, count, sampling, end):
+    stop_at = end_tokens(folder) | (set() if end is None else {end})
+    for token in generate(trained.model, start, count, sampling, stop_at):
         tokens.append(token)
         text = tokenizer.decode(tokens, skip_special_tokens=False)
         # A character may take several tokens; yield it when it is complete.

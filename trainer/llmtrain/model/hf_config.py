@@ -18,7 +18,7 @@ from llmtrain.model.config import Dropout, Fraction, GPTConfig, NormEps, RopeSca
 from llmtrain.yaml.expected import expected
 from llmtrain.yaml.shown import shown
 
-CONFIG = "config.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt_neox": "neox"}
 _ARCHITECTURES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
@@ -26,6 +26,7 @@ _ARCHITECTURES = {
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXModel"),
 }
 # For each key: the default if config.json lacks it, and the values that our model computes.
+_CAUSAL: dict[str, tuple[object, tuple[object, ...]]] = {"is_causal": (True, (True,))}
 _REQUIRED: dict[str, dict[str, tuple[object, tuple[object, ...]]]] = {
     "gpt2": {
         "scale_attn_weights": (True, (True,)),
@@ -114,11 +115,15 @@ def read_hf_config(folder: Path) -> GPTConfig:
     for name in names if isinstance(names, list) else [names]:
         if name not in _ARCHITECTURES[family]:
             raise config.refuse("architectures", name, f"only {_ARCHITECTURES[family][0]}")
-    for key, (default, allowed) in _REQUIRED[family].items():
+    for key, (default, allowed) in {**_CAUSAL, **_REQUIRED[family]}.items():
         if (value := config.get(key, default)) not in allowed:
             raise config.refuse(key, value, f"only with {allowed[0]!r}")
     if config.content.get("quantization_config"):
         raise config.refuse("quantization_config", "set", "only with weights that are not quantized")
+    if (file := config.get("transformers_weights", WEIGHTS)) != WEIGHTS:
+        raise BadInputError(
+            f"transformers_weights in {folder / CONFIG} is {shown(file)}; name that file {WEIGHTS} and drop the key"
+        )
     sizes = {"gpt2": _gpt2, "llama": _llama, "neox": _neox}[family](config)
     try:
         return GPTConfig.of({"family": family, "vocab": config.number("vocab_size", None, Vocab), **sizes})
@@ -197,19 +202,17 @@ def _common(config: _Config, heads: int) -> dict[str, Any]:
 
 
 def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -> dict[str, Any]:
-    """Return RoPE's base, its scaling and the rotated share of a head; version 5 keeps them in `rope_parameters`."""
-    section: dict[str, Any] = {}
-    scaling = None
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key, {})
-        if not isinstance(value, dict):
-            raise config.refuse(key, value, "only RoPE without scaling, or as Llama 3.1 scales it")
-        kind = value.get("rope_type", value.get("type", "default"))
-        if kind == "llama3":
-            scaling = _scaling(config, value)
-        elif kind != "default":
-            raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default', or 'llama3'")
-        section |= value
+    """Return RoPE's base, its scaling and the rotated share of a head; version 5 keeps them in `rope_parameters`, which
+    does not count beside `rope_scaling`."""
+    key = "rope_scaling" if config.get("rope_scaling", {}) else "rope_parameters"
+    section, scaling = config.get(key, {}), None
+    if not isinstance(section, dict):
+        raise config.refuse(key, section, "only RoPE without scaling, or as Llama 3.1 scales it")
+    kind = section.get("rope_type", section.get("type", "default"))
+    if kind == "llama3":
+        scaling = _scaling(config, section)
+    elif kind != "default":
+        raise config.refuse(f"{key}.rope_type", kind, "only RoPE without scaling, 'default', or 'llama3'")
     theta = config.number(theta_key, 10000.0, Factor)
     fraction = config.number(fraction_key, fraction, Fraction)
     return {
@@ -220,6 +223,10 @@ def _rope(config: _Config, theta_key: str, fraction_key: str, fraction: float) -
 
 
 def _scaling(config: _Config, section: Mapping[str, Any]) -> dict[str, Any]:
+    original = _SCALING["original_positions"][0]
+    # Version 5 takes the one outside of the section first.
+    if (outside := config.content.get(original)) is not None:
+        section = {**section, original: outside}
     return {name: config.number(key, None, kind, section) for name, (key, kind) in _SCALING.items()}
 
 

@@ -11,6 +11,7 @@ from llmtrain_data.replace import replace_file
 from llmtrain_data.sync import sync_folder
 from omegaconf import OmegaConf
 
+from llmtrain.checkpoint.convert.generation import copy_generation
 from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer
 from llmtrain.comm.ranks import Ranks
 from llmtrain.errors import BadInputError, PreemptedError, RunFailedError
@@ -78,6 +79,8 @@ def write_record(folder: Path, plan: Plan) -> None:
         replace_file(folder / RECORD, to_yaml(plan.record).encode())
         if (tokenizer := plan.data.tokenizer or plan.import_from) is not None:
             copy_tokenizer(Path(tokenizer), folder / "tokenizer")
+        if plan.import_from is not None:
+            copy_generation(Path(plan.import_from), folder / "tokenizer")
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from llmtrain_data.progress import progress
 
+from llmtrain.checkpoint.convert.generation import GENERATION
 from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
-from llmtrain.checkpoint.convert.hf_weights import INDEX, WEIGHTS
+from llmtrain.checkpoint.convert.hf_weights import INDEX
 from llmtrain.checkpoint.convert.target import new_folder
-from llmtrain.checkpoint.convert.tokenizer import GENERATION, copy_tokenizer, special_tokens, tokenizer_of
+from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer, name_class, special_tokens, tokenizer_of
 from llmtrain.checkpoint.deleted import failure_of
 from llmtrain.checkpoint.manifest import model_of
 from llmtrain.checkpoint.plain_file import DamagedError
@@ -24,7 +25,7 @@ from llmtrain.checkpoint.safetensors_file import (
 )
 from llmtrain.errors import BadInputError
 from llmtrain.model.dtypes import DTYPES
-from llmtrain.model.hf_config import CONFIG, to_hf_config
+from llmtrain.model.hf_config import CONFIG, WEIGHTS, to_hf_config
 
 HF_NAMES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """The names of dtypes in safetensors files and in configurations."""
@@ -52,6 +53,7 @@ def export_hf(checkpoint: Path, target: Path, dtype: str, shard_bytes: int, toke
                 # Copy the tokenizer last: its own generation_config.json, if any, replaces ours.
                 if tokenizer is not None:
                     copy_tokenizer(tokenizer, folder)
+                    name_class(folder)
     except DamagedError as error:
         raise failure_of(checkpoint, error) from error
 

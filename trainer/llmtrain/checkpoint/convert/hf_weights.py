@@ -1,12 +1,13 @@
 """Read the weights of a Hugging Face folder, one tensor or a part of it at a time."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import torch
 from llmtrain_data.untrusted import FETCH, LFS, UnreadableError, read_json, reason, regular
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,14 +16,18 @@ from llmtrain.checkpoint.convert.hf_mapping import HFTensor, hf_layout
 from llmtrain.checkpoint.safetensors_file import ITEM_BYTES
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig
+from llmtrain.model.hf_config import WEIGHTS
 from llmtrain.yaml.shown import shown
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = f"{WEIGHTS}.index.json"
 # A model with a head has its base model under this name; files that were saved from the base model lack the prefix.
 _BASE = re.compile(r"^(transformer|model|gpt_neox)\.")
 # Older versions saved these masks and frequencies, which follow from the config.
 _DERIVED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+# Rows of a tied head that are compared with the embedding: about as many all over it, and at its end, where added
+# tokens are.
+_COMPARED = 64
 # Most bytes of a file's header, enough for a hundred thousand tensors: the library reads all of it into memory.
 _LARGEST_HEADER = 16 << 20
 
@@ -87,7 +92,28 @@ def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
         )
     for tensor in layout:
         _check(found[tensor.name], tensor)
+    if config.tie_embeddings:
+        for head in filter(None, map(in_files.get, _HEADS)):
+            _check_tied(found[layout[0].name], head)
     return found
+
+
+def _check_tied(embedding: _Stored, head: _Stored) -> None:
+    """Raise BadInputError if a stored head is not the embedding: transformers would then not tie them."""
+    count = head.shape[0] if head.shape else 0
+    rows = sorted({*range(0, count, max(1, count // _COMPARED)), *range(max(0, count - _COMPARED), count)})
+    same = head.shape == embedding.shape and torch.equal(_rows(embedding, rows), _rows(head, rows))
+    if not same:
+        raise BadInputError(
+            f"{head.name} in {head.path} is not {embedding.name}, but config.json ties them; set tie_word_embeddings "
+            "to false there to keep the head"
+        )
+
+
+def _rows(stored: _Stored, rows: Sequence[int]) -> Tensor:
+    with _reading(stored.path), safe_open(stored.path, framework="pt") as file:
+        values = file.get_slice(stored.name)
+        return torch.cat([values[row : row + 1].float() for row in rows])
 
 
 def _in_files(folder: Path) -> dict[str, _Stored]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from llmtrain_data.progress import progress
 from llmtrain_data.sync import sync_folder
 
+from llmtrain.checkpoint.convert.generation import copy_generation
 from llmtrain.checkpoint.convert.hf_mapping import hf_layout
 from llmtrain.checkpoint.convert.hf_weights import hf_tensors
 from llmtrain.checkpoint.convert.target import new_folder
@@ -45,3 +46,4 @@ def import_hf(source: Path, target: Path) -> None:
         commit(partial, partial.with_suffix(""), manifest)
         sync_folder(partial.parent)
         copy_tokenizer(source, folder / "tokenizer")
+        copy_generation(source, folder / "tokenizer")

@@ -1,5 +1,6 @@
 """Copy and read a tokenizer's files in a Hugging Face folder."""
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -7,11 +8,18 @@ from typing import Any
 
 from llmtrain_data.errors import DataError
 from llmtrain_data.replace import replace_file
-from llmtrain_data.tokenizer import END_OF_TEXT, configured_token, load_tokenizer, token_ids, tokenizer_identity
+from llmtrain_data.tokenizer import (
+    END_OF_TEXT,
+    configured_token,
+    load_tokenizer,
+    token_ids,
+    tokenizer_identity,
+    tokenizer_settings,
+)
 
+from llmtrain.checkpoint.convert.generation import GENERATION
 from llmtrain.errors import BadInputError
 
-GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 _FILES = (
     TOKENIZER,
@@ -88,3 +96,15 @@ def special_tokens(folder: Path | None) -> dict[str, int | None]:
     except DataError as error:
         raise BadInputError(str(error)) from error
     return {"bos_token_id": None if bos is None else ids.get(bos), "eos_token_id": ids.get(eos)}
+
+
+def name_class(folder: Path) -> None:
+    """Name the class that reads a tokenizer.json as it is. Without a name transformers takes the class of the model's
+    kind, which replaces the file's splits and adds tokens."""
+    path = folder / "tokenizer_config.json"
+    if not (folder / TOKENIZER).is_file() or tokenizer_settings(folder, path.name).get("tokenizer_class"):
+        return
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_settings(folder, path.name)}
+    if configured_token(folder, "eos_token") is None and END_OF_TEXT in token_ids(folder):
+        settings["eos_token"] = END_OF_TEXT
+    replace_file(path, (json.dumps(settings, indent=2) + "\n").encode())
