@@ -8,6 +8,7 @@ from llmtrain_data.config import DataConfig
 from llmtrain_data.dataset import open_split
 from llmtrain_data.errors import DataError
 from llmtrain_data.output import json_text
+from llmtrain_data.sample_order import whole_shares
 
 COLUMNS = ("source", "share", "documents", "tokens", "drawn", "epochs")
 MAX_TOKENS = 1e18
@@ -70,17 +71,20 @@ def plan_blend(words: list[str], tokens: str | None, sequence_length: int, split
     config = _config(words, sequence_length, shares)
     samples = open_split(config, "train")
     available = [source.token_count for source in samples.sources]
+    # As the run samples them: a small source gets more than its weight.
+    counts = whole_shares([source.weight for source in samples.sources])
+    drawn = [count / sum(counts) for count in counts]
     total = _amount(tokens) if tokens else sum(available)
     parts = [
         BlendPart(
             prefix=source.data.prefix,
-            share=source.weight,
+            share=share,
             documents=source.documents,
             available=size,
-            drawn=round(source.weight * total),
-            epochs=round(source.weight * total / size, 4),
+            drawn=round(share * total),
+            epochs=round(share * total / size, 4),
         )
-        for source, size in zip(samples.sources, available, strict=True)
+        for source, size, share in zip(samples.sources, available, drawn, strict=True)
     ]
     path = _plain(config.path) if isinstance(config.path, str) else f"[{', '.join(map(_plain, config.path))}]"
     yaml = f"data:\n  path: {path}\n  sequence_length: {sequence_length}\n"
@@ -96,7 +100,7 @@ def _config(words: list[str], sequence_length: int, split: tuple[float, float, f
                 len(open_split(DataConfig(path=str(word), sequence_length=sequence_length, split=split), "train"))
                 for word in path
             ]
-            shares = [round(size / sum(sizes), 6) for size in sizes]
+            shares = [max(round(size / sum(sizes), 6), 1e-6) for size in sizes]
             path = [value for pair in zip(shares, path, strict=True) for value in pair]
         return DataConfig(path=path, sequence_length=sequence_length, split=split)
     except ValueError as error:

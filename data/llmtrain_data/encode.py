@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -102,6 +103,7 @@ class Gigatoken:
         self._description = description
         self._reference = reference
         self._cores = cores
+        self._line = line_without_space(reference)
         self.tokenizer = self.load()
 
     def stream(self, chunks: Iterator[Chunk], form: DocumentFormat) -> Iterator[Encoded]:
@@ -119,7 +121,7 @@ class Gigatoken:
                 if made < generation:
                     made, tokenizer = generation, self.load()
                 texts = chunk.encodable()
-                ids, lengths = encode_with(tokenizer, texts)
+                ids, lengths = encode_pieces(partial(encode_with, tokenizer), chunk, texts, self._line)
                 if watched:
                     self._watch(tokenizer, texts)
                 return assemble(chunk, texts, ids, lengths, form)
@@ -215,17 +217,54 @@ def assemble(chunk: Chunk, texts: Texts, ids: np.ndarray, lengths: np.ndarray, f
 
     A text that continues its document gets no begin token, and one that does not end its document no end token.
     """
-    ends = np.ones(len(lengths), bool) if chunk.ends is None else chunk.ends
-    begins = np.append(not chunk.continues, ends)[:-1]
+    begins, ends = _begins_and_ends(chunk, len(lengths))
     kept = lengths > 0
     empty = len(lengths) - int(kept.sum())
     if empty:
-        # The first text with a token begins its document.
-        begins = np.diff(np.cumsum(begins)[kept], prepend=0) > 0
-        lengths, ends = lengths[kept], ends[kept]
+        # The first text with a token begins its document, and the last one ends it.
+        numbers = np.cumsum(begins)
+        ended, numbers = numbers[ends], numbers[kept]
+        begins = np.diff(numbers, prepend=0) > 0
+        ends = (np.diff(numbers, append=-1) != 0) & np.isin(numbers, ended)
+        lengths = lengths[kept]
     before, after = begins & (form.begin is not None), ends & (form.end is not None)
     ids, lengths = _with_marks(ids, lengths, before, after, form), lengths + before + after
     return Encoded(ids, lengths, _text_bytes(texts), empty, chunk.done)
+
+
+def _begins_and_ends(chunk: Chunk, texts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of the texts of a chunk begin a document, and which end one."""
+    ends = np.ones(texts, bool) if chunk.ends is None else chunk.ends
+    return np.append(not chunk.continues, ends)[:-1], ends
+
+
+def line_without_space(tokenizer: "tokenizers.Tokenizer") -> list[int] | None:
+    """Return the ids of a line end if a word after one has others than at the beginning of a text, where the tokenizer
+    puts a space (as Llama 2's does); None if they are the same."""
+    line, word, both = _reference_ids(tokenizer, ["\n", "a", "\na"])
+    return line if line and both[: len(line)] == line and both[len(line) :] != word else None
+
+
+def encode_pieces(
+    encode: Callable[[Texts], tuple[np.ndarray, np.ndarray]], chunk: Chunk, texts: Texts, line: list[int] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the texts of a chunk, of which some continue a document after a line end: with that line end before them,
+    whose ids are then left out. line: see `line_without_space`. Returns what `encode` does."""
+    begins, _ = _begins_and_ends(chunk, len(texts))
+    if line is None or begins.all():
+        return encode(texts)
+    before: Any = b"\n" if isinstance(texts[0], bytes) else "\n"
+    given: list[Any] = [text if begin else before + text for text, begin in zip(texts, begins, strict=True)]
+    ids, lengths = encode(given)
+    rows = np.split(ids, np.cumsum(lengths)[:-1])
+    for index in np.flatnonzero(~begins):
+        if rows[index][: len(line)].tolist() == line:
+            rows[index] = rows[index][len(line) :]
+        else:
+            # The line end is one token with what follows.
+            alone: list[Any] = [texts[index]]
+            rows[index], _ = encode(alone)
+    return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
 
 
 def _with_marks(
@@ -315,6 +354,7 @@ class _Worker:
     """State that a worker process keeps between chunks."""
 
     tokenizer: "tokenizers.Tokenizer"
+    line: list[int] | None
     form: DocumentFormat
 
 
@@ -330,11 +370,16 @@ def _start_worker(folder: str, form: DocumentFormat) -> None:
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     _Worker.tokenizer, _Worker.form = load_tokenizer(folder), form
+    _Worker.line = line_without_space(_Worker.tokenizer)
 
 
 def _work(chunk: Chunk) -> Encoded:
-    texts = chunk.texts()
-    rows = _reference_ids(_Worker.tokenizer, texts)
-    lengths = np.array([len(row) for row in rows], np.int64)
-    ids = np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)])
+    texts: Texts = chunk.texts()
+    ids, lengths = encode_pieces(_reference_rows, chunk, texts, _Worker.line)
     return assemble(chunk, texts, ids, lengths, _Worker.form)
+
+
+def _reference_rows(texts: Texts) -> tuple[np.ndarray, np.ndarray]:
+    rows = _reference_ids(_Worker.tokenizer, cast(list[str], texts))
+    ids = np.concatenate([np.empty(0, np.uint32), *(np.array(row, np.uint32) for row in rows)])
+    return ids, np.array([len(row) for row in rows], np.int64)

@@ -25,7 +25,7 @@ def rows(name: str, split: str) -> int | None:
 
 def read(name: str, split: str, key: str) -> Iterator[ColumnChunk]:
     """Read the text column `key` of a dataset."""
-    dataset = _open(name, split)
+    dataset = _open(name, split, key)
     if dataset.column_names is not None:
         _expect_column(name, key, dataset.column_names)
         dataset = dataset.select_columns([key])
@@ -51,7 +51,8 @@ def _tables(dataset: Any, name: str, split: str) -> Iterator[Any]:
         yield table
 
 
-def _open(name: str, split: str) -> Any:
+def _open(name: str, split: str, key: str | None = None) -> Any:
+    """Open a dataset. key: the column of texts, which is none of numbers in a CSV file, whatever a part of it holds."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -69,7 +70,8 @@ def _open(name: str, split: str) -> Any:
             _expect_split(split, ["train"])
             kind = HF_FILES[suffix]
             # Texts such as "NA" and "null" are texts.
-            extra: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
+            texts = {"keep_default_na": False, "converters": {key: str} if key else None}
+            extra: dict[str, Any] = texts if kind == "csv" else {}
             extra |= {"sep": "\t"} if suffix == ".tsv" else {}
             return datasets.load_dataset(kind, data_files=name, split="train", streaming=True, **extra)
         base, _, config = (name, "", "") if path.exists() else name.partition(":")

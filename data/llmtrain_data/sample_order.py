@@ -65,7 +65,7 @@ class Interleave:
 
     def __init__(self, weights: list[float]) -> None:
         """Compute the pattern. weights: positive."""
-        counts = _whole_shares(weights)
+        counts = whole_shares(weights)
         self.period = sum(counts)
         self._counts = np.array(counts, np.int64)
         self._pattern = _chairman(counts)
@@ -87,7 +87,7 @@ class Interleave:
         return [periods * each + more for each, more in zip(self._counts.tolist(), last.tolist(), strict=True)]
 
 
-def _whole_shares(weights: list[float]) -> list[int]:
+def whole_shares(weights: list[float]) -> list[int]:
     """Return integers in proportion to the weights, with a sum of at most MAX_PERIOD."""
     fractions = [Fraction(weight / sum(weights)).limit_denominator(MAX_PERIOD) for weight in weights]
     period = lcm(*(fraction.denominator for fraction in fractions))

@@ -24,6 +24,9 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
 
+_TRAINED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+"""Files of a tokenizer that `llmtrain data tokenizer` may replace."""
+
 LARGEST_TOKENIZER = 128 << 20
 """Most bytes of a tokenizer.json. One with 256,000 ids has 35 MB."""
 
@@ -341,6 +344,11 @@ def check_new_tokenizer(vocab_size: int, output: Path, overwrite: bool) -> None:
     empty = output.is_dir() and not any(output.iterdir()) and not here
     if output.exists() and not empty and (here or not (overwrite and (output / "tokenizer.json").is_file())):
         raise DataError(f"--output {output} already exists; give another folder, or --overwrite to replace a tokenizer")
+    if output.exists() and (others := sorted({path.name for path in output.iterdir()} - set(_TRAINED))):
+        raise DataError(
+            f"--output {output} holds more than a tokenizer, such as {others[0]}, which --overwrite would delete; give "
+            "another folder"
+        )
     _empty_beside(output).rmdir()
 
 

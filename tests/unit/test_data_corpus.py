@@ -324,7 +324,7 @@ def test_rows_of_datasets_are_not_joined(tmp_path: Path, monkeypatch: pytest.Mon
     datasets = pytest.importorskip("datasets")
     table = pa.table({"text": pa.chunked_array([["a", "b"], ["c"]])})
     dataset = datasets.Dataset(table)
-    monkeypatch.setattr(hf, "_open", lambda name, split: dataset)
+    monkeypatch.setattr(hf, "_open", lambda name, split, key: dataset)
     assert [len(chunk.column) for chunk in hf.read("set", "train", "text")] == [2, 1]
 
 

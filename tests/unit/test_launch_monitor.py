@@ -168,3 +168,37 @@ def test_the_gpu_of_the_rank_that_hangs_is_hidden(
     with pytest.raises(RunFailedError, match=r"^nothing has moved, so the run stopped"):
         local.launch(2, [], Restarts(2, lambda: None, lambda ranks: ranks - 1))
     assert (launcher["ranks"], launcher["gpus"]) == (ranks, gpus)
+
+
+def test_after_a_gpu_is_left_out_a_loss_counts_anew(launcher: dict[str, Any]) -> None:
+    """Ranks are then numbered anew, so that the same number is another GPU's."""
+    launcher |= {"more": 0}
+    with pytest.raises(RunFailedError):
+        local.launch(4, [], Restarts(4, lambda: None, lambda ranks: ranks - 1))
+    assert launcher["ranks"] == [4, 4, 3, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("amd", "given", "expected"),
+    [
+        (True, {"ROCR_VISIBLE_DEVICES": "4,5"}, {"ROCR_VISIBLE_DEVICES": "4"}),
+        (True, {"HIP_VISIBLE_DEVICES": "4,5", "ROCR_VISIBLE_DEVICES": "0,1"}, {"HIP_VISIBLE_DEVICES": "4"}),
+        (True, {}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        (False, {"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "6"}),
+    ],
+)
+def test_a_gpu_is_left_out_of_the_variable_that_counts(
+    amd: bool,
+    given: dict[str, str],
+    expected: dict[str, str],
+    launcher: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "built_for_amd", lambda: amd)
+    names = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    for name in names:
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    local._leave_out(1)
+    assert {name: os.environ[name] for name in names if name in os.environ} == {**given, **expected}

@@ -40,6 +40,7 @@ FULL = Site(
 # Replacements of Slurm's commands. srun ends with a given code, or waits for USR1; scontrol records its arguments.
 SRUN = """#!/bin/bash
 echo "$@" > "$NOTES/started"
+echo "${MASTER_ADDR-none} ${MASTER_PORT-none}" > "$NOTES/meets"
 echo >> "$NOTES/starts"
 [ -z "$SAVES" ] || mkdir -p "$NOTES/a run/checkpoints/step-$(wc -l < "$NOTES/starts")"
 trap 'echo USR1 > "$NOTES/signal"; exit 75' USR1
@@ -50,7 +51,10 @@ for _ in $(seq 200); do sleep 0.05; done
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
   "show config") echo "TaskPlugin              = $PLUGIN" ;;
-  "show job") echo "JobId=5 $STATE Dependency=(null)" ;;
+  "show job")
+    echo >> "$NOTES/questions"
+    [ "$(wc -l < "$NOTES/questions")" -gt "${SILENT:-0}" ] || exit 1
+    echo "JobId=5 $STATE Dependency=(null)" ;;
   *) echo "$@" >> "$NOTES/asked" ;;
 esac
 """
@@ -197,6 +201,22 @@ def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, aga
 def test_what_slurm_has_decided_stays_so(job: Path, state: str, again: bool) -> None:
     assert end(start(job, "75", state)) == 75
     assert requeued(job) is again
+
+
+@pytest.mark.parametrize(("silent", "again"), [(2, True), (9, False)])
+def test_a_controller_that_does_not_answer_at_once(silent: int, again: bool, job: Path) -> None:
+    """Sleeps between its questions are cut short."""
+    job.write_text(job.read_text().replace('sleep "$pause"', "sleep 0"))
+    process = start(job, "75", SILENT=str(silent))
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 75
+    assert requeued(job) == again
+    assert ("Slurm does not say how job 5 is: submit it again to resume" in said) != again
+
+
+def test_ranks_meet_where_slurm_says(job: Path) -> None:
+    assert end(start(job, "0", MASTER_ADDR="localhost", MASTER_PORT="1")) == 0
+    assert (job.parent / "meets").read_text() == "none none\n"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_runs_that_cannot_be(recipe: Path, overrides: list[str], site: str, said
         ("environment: {'A B': c}", "expected the name of a variable"),
         ('environment: {A: "b\\nc"}', "expected printable characters"),
         ("sbatch: ['--export=WANDB_API_KEY=x']", "sbatch has --export"),
+        ("sbatch: ['--chdir=/there']", "sbatch has --chdir=/there; submit from that folder"),
         ("sbatch: [mail]", "expected one option each"),
         ('account: "x\\n#SBATCH --wrap=y"', "expected printable characters"),
         ("- a", "holds a list"),

@@ -50,10 +50,19 @@ trap ask USR1 TERM
 me=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 me=${me:-$SLURM_JOB_ID}
 newest() { ls "${checkpoints:-/dev/null}" 2> /dev/null | grep -x 'step-[0-9]*' | sort -V | tail -n 1; }
+# What Slurm says of this job. Its controller may just be starting again.
+job() {
+  local pause found
+  for pause in 0 1 5 20; do
+    sleep "$pause"
+    if found=$(scontrol show job --oneliner "$me") && [ -n "$found" ]; then break; fi
+  done
+  echo "$found"
+}
 # Whether ranks that ended with an exit code may do better once more: neither bad input nor a request to stop was why.
 failed() {
   [ -z "$asked" ] && [[ $1 != @(0|2|75|130|138) ]] &&
-    [[ $(scontrol show job --oneliner "$me") == *" JobState=RUNNING "* ]]
+    [[ $(job) == *" JobState=RUNNING "* ]]
 }
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST begins at $(date '+%F %T'), restart ${SLURM_RESTART_COUNT:-0}"
@@ -92,9 +101,10 @@ if [ "$code" = 75 ] && [ -n "$late" ] && [ -n "$checkpoints" ] && [ "$after" = "
   fi
 fi
 if [ "$code" = 75 ] && [ "${requeue:-yes}" = yes ]; then
-  job=$(scontrol show job --oneliner "$me")
+  found=$(job)
+  [ -n "$found" ] || echo "Slurm does not say how job $me is: submit it again to resume" >&2
   # Do not requeue a cancelled job, or one that Slurm has already requeued.
-  if [[ $job == *" JobState=RUNNING "* || $job == *" Reason=TimeLimit "* ]]; then
+  if [[ $found == *" JobState=RUNNING "* || $found == *" Reason=TimeLimit "* ]]; then
     trap '' USR1 TERM
     scontrol requeue "$me" || echo "Slurm cannot requeue job $me: submit it again to resume" >&2
   fi

@@ -202,7 +202,7 @@ def _options(
         input_format=input_format,
         text_key=text_key,
         glob=glob,
-        separator=None if separator is None else separator.replace("\\n", "\n"),
+        separator=None if separator is None else separator.replace("\\n", "\n").replace("\\r", "\r"),
         split=dataset_split,
         shuffle=shuffle,
     )

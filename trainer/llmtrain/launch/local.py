@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from llmtrain.cluster.control_groups import memory_kills
 from llmtrain.cluster.memory import machine_memory
 from llmtrain.comm.crash_notes import CRASH_NOTES, CrashNotes, Ending
-from llmtrain.comm.device import gpu_count
+from llmtrain.comm.device import built_for_amd, gpu_count
 from llmtrain.comm.environment import LAUNCHER_PID, STOP_SIGNAL, threads_per_rank
 from llmtrain.errors import (
     EXIT_BAD_INPUT,
@@ -145,8 +145,10 @@ def launch(ranks: int, arguments: Sequence[str], restarts: Restarts | None = Non
         tried += 1
         if end.failed_rank is not None and end.failed_rank == lost and (fewer := restarts.fewer(ranks)) < ranks:
             _leave_out(end.failed_rank)
-            ranks = fewer
-        lost = end.failed_rank
+            # From now on, the same number is another GPU's rank.
+            ranks, lost = fewer, None
+        else:
+            lost = end.failed_rank
         again = "from the start" if newest is None else f"from step {newest}"
         why = end.why or f"rank {end.rank} ended with exit code {end.code}"
         say(f"llmtrain: {why}; restart {tried} of {restarts.most} {again} on {ranks} ranks", err=True)
@@ -256,8 +258,13 @@ def _leave_out(rank: int) -> None:
     """Hide the GPU of a rank that was lost twice in a row from the next attempts."""
     count = gpu_count()
     if count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[:rank] + visible[rank + 1 :])
+        # On AMD's GPUs, torch heeds the first of these that is set, and Slurm sets the second.
+        amd = [
+            name for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in os.environ and built_for_amd()
+        ]
+        name = (*amd, "CUDA_VISIBLE_DEVICES")[0]
+        visible = os.environ.get(name, ",".join(map(str, range(count)))).split(",")
+        os.environ[name] = ",".join(visible[:rank] + visible[rank + 1 :])
 
 
 def die_with_launcher() -> None:

@@ -134,6 +134,8 @@ def _check_option(key: str, option: str) -> None:
         raise ValueError(f"{key} has {option!r}; expected one option each, such as --mail-type=END")
     if option.startswith("--export"):
         raise ValueError(f"{key} has --export; use environment, and the variables of the shell that submits")
+    if option.startswith(("--chdir", "-D")):
+        raise ValueError(f"{key} has {option}; submit from that folder, to which the recipe's paths are relative")
 
 
 def _check_text(key: str, text: str) -> None:

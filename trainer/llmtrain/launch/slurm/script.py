@@ -142,8 +142,9 @@ def render(job: BatchJob, site: Site) -> str:
         f"# mkdir -p {' '.join(shlex.quote(str(folder / 'slurm')) for folder in job.folders[:_SHOWN])}"
         + (" ..." if len(job.folders) > _SHOWN else ""),
         *(f"module load {shlex.quote(module)} || exit 1" for module in site.modules),
+        "unset MASTER_ADDR MASTER_PORT",
         *(f"export {name}={shlex.quote(str(value))}" for name, value in site.environment.items()),
-        # All are set here, as the shell that submits may have variables of these names.
+        # All are set here, as those above are unset: the shell that submits may have variables of these names.
         f"requeue={'no' if isinstance(job.series, Chain) and job.series.length > 1 else 'yes'}",
         f"margin={site.margin}",
         f"restarts={job.restarts}",
