@@ -182,7 +182,8 @@ def requeued(job: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "again"), [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("138", 75, True)]
+    ("ends", "code", "again"),
+    [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("138", 75, True), ("143", 75, True)],
 )
 def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, again: bool) -> None:
     assert end(start(job, ends)) == code

@@ -11,9 +11,11 @@ import pytest
 import torch
 from llmtrain.cluster.control_groups import Quota
 from llmtrain.cluster.description import Accelerator, Cluster, Node
+from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.cores import Bound
+from llmtrain.comm.device import gpus
 from llmtrain.comm.environment import Launched
-from llmtrain.comm.ranks import Ranks
+from llmtrain.comm.ranks import Ranks, connect
 from llmtrain.comm.threads import even_cores
 from llmtrain.errors import RunFailedError
 from llmtrain.plan.facts import Facts
@@ -285,14 +287,29 @@ def test_deterministic_kernels_change_no_bit_on_cpus(
 def test_a_gpu_that_cuda_cannot_use_is_told_in_one_sentence(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> None:
+    """By its rank, as it connects, and not by all that look for the GPUs' sockets."""
+
+    def fails(*index: int) -> None:
         raise RuntimeError("Error 802: system not yet initialized\nmore")
 
     monkeypatch.setattr(rank, "gpus", fails)
+    assert rank._bound(None) is None
     monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr("llmtrain.comm.ranks.device_of", lambda local_rank: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", fails)
     with pytest.raises(RunFailedError) as found:
-        rank._bound(None)
+        connect(Layout({Axis.DATA: 1}))
     assert str(found.value).startswith("rank 5 on ")
     assert str(found.value).endswith(
         " cannot use its GPU: Error 802: system not yet initialized; see llmtrain doctor there"
     )
+
+
+def test_a_gpu_that_torch_counts_and_the_driver_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(index: int) -> None:
+        raise AssertionError("Invalid device id")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fails)
+    with pytest.raises(RuntimeError, match="Invalid device id"):
+        gpus()

@@ -41,9 +41,14 @@ def built_for_amd() -> bool:
 
 
 def gpus() -> list[Gpu]:
-    """Return the GPUs that this process sees, in torch's order. Raises RuntimeError if CUDA cannot start."""
+    """Return the GPUs that this process sees, in torch's order. Raises RuntimeError if CUDA cannot start, or one of
+    them."""
     # torch's type stubs lack some of these fields.
-    cards: list[Any] = [torch.cuda.get_device_properties(index) for index in range(gpu_count())]
+    try:
+        cards: list[Any] = [torch.cuda.get_device_properties(index) for index in range(gpu_count())]
+    except AssertionError as error:
+        # torch counts a GPU that the driver has lost.
+        raise RuntimeError(str(error)) from error
     return [
         Gpu(
             card.name,

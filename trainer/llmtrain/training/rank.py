@@ -10,7 +10,7 @@ from llmtrain_data.waiting import Waiting
 
 from llmtrain.cluster.control_groups import usable_cores
 from llmtrain.comm.cores import Bound, bind_to_socket
-from llmtrain.comm.device import gpus, named_start, take_deterministic_kernels
+from llmtrain.comm.device import gpus, take_deterministic_kernels
 from llmtrain.comm.environment import Launched
 from llmtrain.comm.ranks import Ranks, connect, disconnect, with_watchdog
 from llmtrain.comm.threads import THREADS, even_cores, set_by_user
@@ -101,8 +101,11 @@ def _bound(launch: Launched | None) -> Bound | None:
     if launch is not None and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return None
     here = (0, 1) if launch is None else (launch.local_rank, launch.ranks_per_node)
-    with named_start():
+    try:
         addresses = [gpu.address for gpu in gpus()]
+    except RuntimeError:
+        # It may be another rank's GPU, which is to be left out then. This rank's own fails as the ranks connect.
+        return None
     return bind_to_socket(here, addresses)
 
 
