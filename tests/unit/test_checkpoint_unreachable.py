@@ -149,11 +149,17 @@ def test_commands_do_not_advise_to_remove(
     assert main(["ckpt", "list", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row == {"folder": f"{tmp_path}/step-00000010", "unreadable": f"{MANIFEST}: Permission denied"}
-    for command in ("verify", "inspect"):
-        assert main(["ckpt", command, str(tmp_path)]) == 1
-        assert capsys.readouterr().err.splitlines() == [
-            f"llmtrain: {tmp_path}/step-00000010/{MANIFEST}: Permission denied"
-        ]
+    assert main(["ckpt", "inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"llmtrain: {tmp_path}/step-00000010/{MANIFEST}: Permission denied"
+    ]
+    assert main(["ckpt", "verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/step-00000010: {MANIFEST} cannot be read: Permission denied\n"
+    assert said.err == (
+        f"llmtrain: 1 of 1 checkpoints in {tmp_path} cannot be read whole and may be sound; see to their disk or "
+        "permissions, and verify again\n"
+    )
 
 
 def test_a_model_is_not_loaded_from_an_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
