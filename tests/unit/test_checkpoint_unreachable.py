@@ -150,9 +150,7 @@ def test_commands_do_not_advise_to_remove(
     (row,) = json.loads(capsys.readouterr().out)
     assert row == {"folder": f"{tmp_path}/step-00000010", "unreadable": f"{MANIFEST}: Permission denied"}
     assert main(["ckpt", "inspect", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        f"llmtrain: {tmp_path}/step-00000010/{MANIFEST}: Permission denied"
-    ]
+    assert capsys.readouterr().err.splitlines() == [f"llmtrain: {tmp_path}/step-00000010/{MANIFEST}: Permission denied"]
     assert main(["ckpt", "verify", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert said.out == f"{tmp_path}/step-00000010: {MANIFEST} cannot be read: Permission denied\n"
