@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from llmtrain.checkpoint.convert.tokenizer import copy_tokenizer, tokenizer_file
 from llmtrain.errors import BadInputError
 from llmtrain.inference.trained import open_model
 from llmtrain.model.hf_config import read_hf_config
+from llmtrain.training.run_folder import write_record
 from llmtrain_data.errors import DataError
 from llmtrain_data.tokenizer import begin_of_text_id, end_of_text_id, load_tokenizer, tokenizer_size
 from safetensors.torch import load_file, save_file
@@ -173,7 +175,9 @@ def test_rope_as_transformers_reads_it(
         assert theirs["original_max_position_embeddings"] == scaled
 
 
-@pytest.mark.parametrize("settings", [None, {"model_max_length": 1024}], ids=["no settings", "no class"])
+@pytest.mark.parametrize(
+    "settings", [None, {"model_max_length": 1024}, {"tokenizer_class": None}], ids=["no settings", "no class", "null"]
+)
 def test_an_exported_tokenizer_without_a_class_makes_its_own_ids(
     settings: dict[str, object] | None, tmp_path: Path
 ) -> None:
@@ -232,3 +236,18 @@ def test_a_vocabulary_without_a_tokenizer_json_travels(tmp_path: Path) -> None:
     for name in ("spiece.model", "sentencepiece.bpe.model"):
         (tmp_path / "own" / name).touch()
         assert tmp_path / "own" / name in tokenizer_files(tmp_path / "own")
+
+
+@pytest.mark.parametrize(("given", "ends"), [(None, {5}), ("hf", {5}), ("other", {6})])
+def test_a_run_keeps_the_end_tokens_of_the_tokenizer_that_it_has(
+    given: str | None, ends: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, number in (("hf", 5), ("other", 6)):
+        Path(name).mkdir()
+        Path(name, "tokenizer.json").write_text("{}")
+        Path(name, "generation_config.json").write_text(json.dumps({"eos_token_id": number}))
+    Path("run").mkdir()
+    plan: Any = SimpleNamespace(record={}, data=SimpleNamespace(tokenizer=given), import_from="hf")
+    write_record(Path("run"), plan)
+    assert end_tokens(Path("run/tokenizer")) == ends

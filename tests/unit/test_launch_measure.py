@@ -44,9 +44,11 @@ def test_a_rank_is_near_the_gpu_that_it_takes(seen: int, expected: str | None, m
 
 
 def test_ranks_of_a_discovered_cluster_connect_over_the_network_of_the_environment() -> None:
-    """Over another one only where it joins several clusters."""
+    """On GPUs, and over another one only where it joins several clusters. gloo takes one network in any case."""
     one, two = load_cluster("frontier"), load_cluster(UNEVEN)
-    assert [bench_comm._to_connect(*pair) for pair in ((None, one), (None, two), (one, one))] == [None, two, one]
+    pairs = ((None, one), (None, two), (one, one))
+    assert [bench_comm._to_connect(*pair, True) for pair in pairs] == [None, two, one]
+    assert [bench_comm._to_connect(*pair, False) for pair in pairs] == [one, two, one]
 
 
 def test_every_tier_and_card_of_a_node_is_measured() -> None:

@@ -183,7 +183,7 @@ def requeued(job: Path) -> bool:
 
 @pytest.mark.parametrize(
     ("ends", "code", "again"),
-    [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("138", 75, True), ("143", 75, True)],
+    [("0", 0, False), ("1", 1, False), ("2", 2, False), ("75", 75, True), ("138", 75, True), ("143", 143, False)],
 )
 def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, again: bool) -> None:
     assert end(start(job, ends)) == code
@@ -202,6 +202,14 @@ def test_a_run_that_was_stopped_is_requeued(job: Path, ends: str, code: int, aga
 def test_what_slurm_has_decided_stays_so(job: Path, state: str, again: bool) -> None:
     assert end(start(job, "75", state)) == 75
     assert requeued(job) is again
+
+
+def test_ranks_that_a_preemption_ends_are_requeued(job: Path) -> None:
+    """Slurm sends them TERM, and nothing to the script, for the length of the grace time."""
+    job.write_text(render(replace(JOB, folder=job.parent / "a run", restarts=2), Site()))
+    assert end(start(job, "143", "JobState=RUNNING Reason=None PreemptTime=2026-01-01T00:00:00")) == 75
+    assert requeued(job)
+    assert (job.parent / "starts").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize(("silent", "again"), [(2, True), (9, False)])
@@ -231,6 +239,7 @@ def test_ranks_meet_where_slurm_says(job: Path) -> None:
         ("130", "RUNNING", 2, 1),
         ("0", "RUNNING", 2, 1),
         ("143", "CANCELLED", 2, 1),
+        ("143", "RUNNING", 2, 3),
     ],
 )
 def test_ranks_that_fail_are_started_again(ends: str, state: str, restarts: int, starts: int, job: Path) -> None:

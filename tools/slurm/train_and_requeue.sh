@@ -59,10 +59,11 @@ job() {
   done
   echo "$found"
 }
+# At a preemption with a grace time, Slurm sends TERM to the ranks alone.
+preempted() { [[ $(job) == *" PreemptTime="[0-9]* ]]; }
 # Whether ranks that ended with an exit code may do better once more: neither bad input nor a request to stop was why.
 failed() {
-  [ -z "$asked" ] && [[ $1 != @(0|2|75|130|138|143) ]] &&
-    [[ $(job) == *" JobState=RUNNING "* ]]
+  [ -z "$asked" ] && [[ $1 != @(0|2|75|130|138) ]] && [[ $(job) == *" JobState=RUNNING "* ]] && ! preempted
 }
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST begins at $(date '+%F %T'), restart ${SLURM_RESTART_COUNT:-0}"
@@ -86,10 +87,9 @@ while :; do
   echo "the ranks ended with exit code $code; restart $tried of $restarts from ${after:-the start}" >&2
 done
 
-# USR1 or TERM ended the ranks before their first step: nothing is lost. At a preemption with a grace time, Slurm sends
-# TERM to the ranks alone. Another signal after a request to stop may have
+# USR1 or TERM ended the ranks before their first step: nothing is lost. Another signal after a request to stop may have
 # ended ranks that were late to exit after they had saved; a rank that runs out of memory as it saves would do so again.
-if [ "$code" = 143 ] && [[ $(job) == *" JobState=RUNNING "* ]]; then asked=yes; fi
+if [ "$code" = 143 ] && preempted; then asked=yes; fi
 if [ "$code" = 138 ] || { [ -n "$asked" ] && [ "$code" = 143 ]; }; then code=75; fi
 if [ -n "$asked" ] && [ "$code" -gt 128 ] && { [ -z "$checkpoints" ] || [ "$after" != "$begun" ]; }; then code=75; fi
 # A run whose start takes all of its job's time would be queued for ever.

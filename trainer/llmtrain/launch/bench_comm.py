@@ -80,6 +80,7 @@ def bench_comm(options: CommBench, nproc: int | None) -> None:
 
 
 def _measure_as_rank(options: CommBench, given: Cluster | None, launch: Launched) -> None:
+    from llmtrain.comm.device import gpu_count
     from llmtrain.comm.ranks import connect, disconnect
     from llmtrain.launch.local import die_with_launcher
 
@@ -98,7 +99,8 @@ def _measure_as_rank(options: CommBench, given: Cluster | None, launch: Launched
     def seen(store: "Store") -> Cluster | None:
         machines.extend(_gather_machines(store, launch, machine))
         with reported_once(launch):
-            return _to_connect(given, _start_from(given, machines, launch.ranks_per_node, one_machine))
+            found = _start_from(given, machines, launch.ranks_per_node, one_machine)
+        return _to_connect(given, found, gpu_count() > 0)
 
     # Ranks of clusters that only one network joins cannot connect before they know it.
     ranks = connect(Layout({Axis.DATA: launch.world}), timeout=TIMEOUT, cluster=seen, noted=True)
@@ -135,10 +137,10 @@ def _start_from(given: Cluster | None, machines: Sequence[Machine], per_node: in
     return replace(found, accelerator=this_accelerator())
 
 
-def _to_connect(given: Cluster | None, found: Cluster) -> Cluster | None:
-    """Return the description whose network joins all ranks, None for that of the environment or the backend's choice:
-    NCCL would use the first of a discovered cluster's networks, and no other."""
-    return found if given is not None or len(found.clusters) > 1 else None
+def _to_connect(given: Cluster | None, found: Cluster, on_gpus: bool) -> Cluster | None:
+    """Return the description whose network joins all ranks, None for that of the environment or NCCL's choice: NCCL
+    would use the first of a discovered cluster's networks, and no other."""
+    return found if given is not None or len(found.clusters) > 1 or not on_gpus else None
 
 
 def _measure(cluster: Cluster, machines: Sequence[Machine], ranks: "Ranks", one_machine: bool) -> list[Measured]:

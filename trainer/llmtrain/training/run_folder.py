@@ -79,7 +79,8 @@ def write_record(folder: Path, plan: Plan) -> None:
         replace_file(folder / RECORD, to_yaml(plan.record).encode())
         if (tokenizer := plan.data.tokenizer or plan.import_from) is not None:
             copy_tokenizer(Path(tokenizer), folder / "tokenizer")
-        if plan.import_from is not None:
+        if plan.import_from is not None and plan.data.tokenizer in (None, plan.import_from):
+            # With another tokenizer the ids may be others.
             copy_generation(Path(plan.import_from), folder / "tokenizer")
 
 

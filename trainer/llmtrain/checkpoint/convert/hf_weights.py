@@ -99,7 +99,8 @@ def _stored(folder: Path, config: GPTConfig) -> dict[str, _Stored]:
 
 
 def _check_tied(embedding: _Stored, head: _Stored) -> None:
-    """Raise BadInputError if a stored head is not the embedding: transformers would then not tie them."""
+    """Raise BadInputError if rows of a stored head are not those of the embedding: transformers would then not tie
+    them."""
     count = head.shape[0] if head.shape else 0
     rows = sorted({*range(0, count, max(1, count // _COMPARED)), *range(max(0, count - _COMPARED), count)})
     same = head.shape == embedding.shape and torch.equal(_rows(embedding, rows), _rows(head, rows))

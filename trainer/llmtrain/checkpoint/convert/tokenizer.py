@@ -104,7 +104,7 @@ def name_class(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     if not (folder / TOKENIZER).is_file() or tokenizer_settings(folder, path.name).get("tokenizer_class"):
         return
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_settings(folder, path.name)}
+    settings = {**tokenizer_settings(folder, path.name), "tokenizer_class": "PreTrainedTokenizerFast"}
     if configured_token(folder, "eos_token") is None and END_OF_TEXT in token_ids(folder):
         settings["eos_token"] = END_OF_TEXT
     replace_file(path, (json.dumps(settings, indent=2) + "\n").encode())
