@@ -47,8 +47,8 @@ def test_ranks_of_a_discovered_cluster_connect_over_the_network_of_the_environme
     """On GPUs, and over another one only where it joins several clusters. gloo takes one network in any case."""
     one, two = load_cluster("frontier"), load_cluster(UNEVEN)
     pairs = ((None, one), (None, two), (one, one))
-    assert [bench_comm._to_connect(*pair, True) for pair in pairs] == [None, two, one]
-    assert [bench_comm._to_connect(*pair, False) for pair in pairs] == [one, two, one]
+    assert [bench_comm._to_connect(given, found, True) for given, found in pairs] == [None, two, one]
+    assert [bench_comm._to_connect(given, found, False) for given, found in pairs] == [one, two, one]
 
 
 def test_every_tier_and_card_of_a_node_is_measured() -> None:
