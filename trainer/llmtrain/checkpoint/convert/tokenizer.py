@@ -102,9 +102,10 @@ def name_class(folder: Path) -> None:
     """Name the class that reads a tokenizer.json as it is. Without a name transformers takes the class of the model's
     kind, which replaces the file's splits and adds tokens."""
     path = folder / "tokenizer_config.json"
-    if not (folder / TOKENIZER).is_file() or tokenizer_settings(folder, path.name).get("tokenizer_class"):
+    settings = tokenizer_settings(folder, path.name)
+    if not (folder / TOKENIZER).is_file() or settings.get("tokenizer_class"):
         return
-    settings = {**tokenizer_settings(folder, path.name), "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if configured_token(folder, "eos_token") is None and END_OF_TEXT in token_ids(folder):
         settings["eos_token"] = END_OF_TEXT
     replace_file(path, (json.dumps(settings, indent=2) + "\n").encode())
