@@ -1,11 +1,13 @@
 """`llmtrain bench memory`: what it measures, the description that it writes, and its errors."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,7 +159,10 @@ def test_all_bytes_of_a_rate_are_transferred(tmp_path: Path) -> None:
 def test_a_queue_is_as_deep_as_its_label_says(
     block: int, depth: int, regions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regions of 16 MiB are under way at the same time."""
+    """Regions of 16 MiB are under way at the same time, however slow the disk is."""
+    # Each look at the clock is a second later, so that 2 * regions are started.
+    seconds = itertools.count()
+    monkeypatch.setattr(volume_rates, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     volume, under_way, most = volume_rates.Volume(str(tmp_path)), 0, 0
     memory = volume_rates.aligned_bytes(4 * volume_rates._REGION)
     volume.fill(memory[: volume_rates._REGION])
@@ -176,7 +181,7 @@ def test_a_queue_is_as_deep_as_its_label_says(
 
     monkeypatch.setattr(volume.file, "start_read", counted_start)
     monkeypatch.setattr(volume.file, "finish", counted_finish)
-    volume_rates.rate([volume], "read", (block, depth), 0.3, memory)
+    volume_rates.rate([volume], "read", (block, depth), 2 * regions + 1, memory)
     volume.close()
     assert most == regions
 
