@@ -138,8 +138,8 @@ def test_a_wait_sleeps(both: Both) -> None:
     request = receiver.receive(CHANNEL, values)
     sender.send(BACK, numbered(0, 16))
     late = threading.Timer(0.5, lambda: sender.send(CHANNEL, numbered(1, 1)))
-    late.start()
     began, busy = time.perf_counter(), time.thread_time()
+    late.start()
     receiver.until(request.is_completed)
     assert time.perf_counter() - began > 0.4
     assert time.thread_time() - busy < 0.1

@@ -18,11 +18,11 @@ from llmtrain.launch.monitor import Monitor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
-def has_seen(monitor: Monitor, process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a monitor takes a process that ends at once for a rank that died."""
+def has_seen(monitor: Monitor, process: subprocess.Popen[bytes], patience: float) -> bool:
+    """Return whether a monitor takes a process that ends at once for a rank that died, within `patience` seconds."""
     while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    end = time.monotonic() + 0.5
+    end = time.monotonic() + patience
     while not monitor.died and time.monotonic() < end:
         time.sleep(0.01)
     return process.pid in monitor.died
@@ -36,7 +36,7 @@ def test_a_rank_that_died_before_it_was_looked_at_has_died(earlier: bool) -> Non
     monitor = Monitor(2, notes)
     process = process or subprocess.Popen(["true"])
     try:
-        assert has_seen(monitor, process) is not earlier
+        assert has_seen(monitor, process, 0.5 if earlier else 20) is not earlier
     finally:
         monitor.close()
         notes.close()
@@ -53,7 +53,7 @@ def test_an_adopted_process_with_the_environment_of_a_rank_is_no_rank() -> None:
     try:
         time.sleep(0.2)
         process.kill()
-        assert not has_seen(monitor, process)
+        assert not has_seen(monitor, process, 0.5)
     finally:
         monitor.close()
         notes.close()

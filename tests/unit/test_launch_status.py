@@ -92,6 +92,11 @@ def test_time_left_is_at_the_pace_of_all_that_a_run_does() -> None:
     assert seconds_left(rows, 40) == 30.0
     assert seconds_left(rows[:1], 40) == 30.0
     assert seconds_left(rows[1:2], 40) is None
+    # The run goes on at a quarter of the pace, on fewer ranks.
+    slower: list[dict[str, Any]] = [
+        {"step": step, "elapsed_s": 160.0 + 4 * (step - 30), "step_time_s": 4.0} for step in (32, 34)
+    ]
+    assert seconds_left([*rows, *slower], 40) == 24.0
     # Somebody has edited them.
     for first, last in ((50.0, 10.0), (-1e308, 1e308)):
         assert seconds_left([{"step": 1, "elapsed_s": first}, {"step": 5, "elapsed_s": last}], 9) is None

@@ -1,7 +1,7 @@
 """FLOPs against published sizes and torch's own counter; peaks by name; measurements of the process itself."""
 
 import mmap
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +74,12 @@ def test_the_model_does_what_is_counted(family: str, kv_heads: int) -> None:
         ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
         ("NVIDIA H100 PCIe", "fp16", 756.5),
+        ("NVIDIA H800 PCIe", "bf16", 756.5),
         ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA H20", "fp16", 148.0),
+        ("AMD Instinct MI325X", "bf16", 1307.4),
         ("NVIDIA H200", "fp32", 67.0),
         ("NVIDIA GH200 480GB", "bf16", 989.5),
         ("Tesla V100-SXM2-32GB", "fp16", 125.0),
@@ -190,18 +195,19 @@ def test_interrupted_products_do_not_lower_the_measured_peak(monkeypatch: pytest
         """A product that takes a hundred times as long while threads start, and then in three of four calls, as on a
         busy machine."""
 
-        size, calls = 512, 0
+        size, calls, clock = 512, 0, 0.0
 
         def __init__(self, random: torch.Generator, dtype: torch.dtype, size: int) -> None:
             pass
 
         def seconds(self) -> float:
-            time.sleep(1e-4)
             Product.calls += 1
+            Product.clock += 1e-4
             slow = Product.calls < 20 or Product.calls % 4
             return 1e-1 if slow else 1e-3
 
     monkeypatch.setattr("llmtrain.telemetry.meters._Product", Product)
+    monkeypatch.setattr("llmtrain.telemetry.meters.time", SimpleNamespace(perf_counter=lambda: Product.clock))
     assert measured_peak(CPU, torch.float32, budget=0.05) == 2 * 512**3 / 1e-3
 
 

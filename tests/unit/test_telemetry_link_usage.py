@@ -18,7 +18,7 @@ from llmtrain.comm.ranks import Links, Ranks
 from llmtrain.offload.usage import TierUsage
 from llmtrain.telemetry import counters
 from llmtrain.telemetry import link_usage as links
-from llmtrain.telemetry.counters import AmdLinks, Counts, HostLink, HostLinks, NvidiaLinks, VolumeCounters
+from llmtrain.telemetry.counters import AmdLinks, Counts, HostLink, HostLinks, NvidiaLinks, RdmaPorts, VolumeCounters
 from llmtrain.telemetry.link_usage import LinkMeter, LinkSampler, RateHistogram
 
 
@@ -234,7 +234,7 @@ def test_cards_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "gpu_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setitem(sys.modules, "amdsmi", amd(cards))
-    _, links = counters.all_sources()
+    *_, links = counters.all_sources()
     assert isinstance(links, AmdLinks)
     assert links.counts() == {"xgmi": (7e3, 10e3)}
 
@@ -263,7 +263,27 @@ def test_without_their_libraries_there_are_no_cards(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "amdsmi", None)
     assert NvidiaLinks.open() is None
     assert AmdLinks.open() is None
-    assert [type(source) for source in counters.all_sources()] == [HostLinks]
+    assert [type(source) for source in counters.all_sources()] == [HostLinks, RdmaPorts]
+
+
+def test_rdma_ports_are_counted_by_the_kernel(tmp_path: Path) -> None:
+    """InfiniBand counts units of 4 bytes, EFA bytes; a card without counters is left out."""
+    for name, text in {
+        "mlx5_0/ports/1/counters/port_xmit_data": "1000\n",
+        "mlx5_0/ports/1/counters/port_rcv_data": "50\n",
+        "mlx5_0/ports/2/counters/port_xmit_data": "7\n",
+        "mlx5_0/ports/2/counters/port_rcv_data": "0\n",
+        "rdmap0s6/ports/1/hw_counters/tx_bytes": "300\n",
+        "rdmap0s6/ports/1/hw_counters/rx_bytes": "20\n",
+        "siw0/ports/1/state": "4: ACTIVE\n",
+    }.items():
+        path = tmp_path / "class/infiniband" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert RdmaPorts(tmp_path).counts() == {
+        "rdma mlx5_0:1": (4000, 200), "rdma mlx5_0:2": (28, 0), "rdma rdmap0s6:1": (300, 20),
+    }  # fmt: skip
+    assert RdmaPorts(tmp_path / "none").counts() == {}
 
 
 def test_volumes_are_counted_by_the_kernel(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +23,12 @@ from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
 from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
-from llmtrain.telemetry import wandb_sink
-from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry import main_logger, wandb_sink
+from llmtrain.telemetry.about import RunInfo, describe, mixed_devices
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.logger import RunLogger
 from llmtrain.telemetry.metrics import Row, read_metrics
-from llmtrain.telemetry.run_file import checked_run_file
+from llmtrain.telemetry.run_file import checked_run_file, facts
 from llmtrain.telemetry.step_record import StepRecord
 from llmtrain_data.config import DataConfig
 
@@ -49,8 +51,8 @@ def recipe(steps: int = 10, **logging: Any) -> Recipe:
 
 def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
     device = torch.device("cpu")
-    about, facts = RunInfo(device=device, model_state_bytes=77, unigram_entropy=4.0), Facts(world=world, device="cpu")
-    return RunLogger(folder, make_plan(of, facts), about, enabled)
+    about = RunInfo(device=device, model_state_bytes=77, unigram_entropy=4.0)
+    return RunLogger(folder, make_plan(of, Facts(world=world, device="cpu")), about, enabled)
 
 
 def record(step: int, **other: Any) -> StepRecord:
@@ -148,7 +150,7 @@ def test_resumed_run_logs_what_an_uninterrupted_one_does(tmp_path: Path) -> None
         folder.mkdir()
         for first, last in parts:
             with logger(folder, recipe()) as log:
-                log.start(first, [])
+                log.start(first, [], 64 * first)
                 train(log, first, last)
                 if last == 10:
                     log.end({})
@@ -162,15 +164,99 @@ def test_resumed_run_logs_what_an_uninterrupted_one_does(tmp_path: Path) -> None
 
 
 def test_a_finished_run_started_again_ends_as_before(tmp_path: Path) -> None:
-    for first in (0, 10):
-        with logger(tmp_path, recipe()) as log:
-            log.start(first, [])
+    """Also on other ranks: what the run has measured and where it ran stays."""
+    found, texts = [], []
+    for first, world in ((0, 2), (10, 4)):
+        with logger(tmp_path, recipe(), world=world) as log:
+            log.start(first, [], 64 * first)
             train(log, first, 10)
             log.end({})
-    ends = [row for row in rows(tmp_path) if row.get("event") == "end"]
-    assert len(ends) == 1
-    assert ends[0]["tokens_per_s"] == pytest.approx(128.0)
-    assert ends[0]["first_validation_loss"] == 6 / 3
+        *_, end = rows(tmp_path)
+        found.append({key: value for key, value in end.items() if key != "elapsed_s"})
+        texts.append((tmp_path / "run.json").read_text())
+    assert [row.get("event") for row in rows(tmp_path)].count("end") == 1
+    assert found[0] == found[1]
+    assert texts[0] == texts[1]
+    assert found[1]["tokens_per_s"] == pytest.approx(128.0)
+    assert found[1]["first_validation_loss"] == 6 / 3
+    assert found[1]["measured"]["comm_bytes"] == {"weights": {"all_gather": 1000}, "gradients": {"all_to_all": 2000}}
+
+
+def test_time_counts_of_discarded_steps_and_since_the_last_row_before_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(main_logger, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def train_until(log: RunLogger, first: int, last: int) -> None:
+        for step in range(first + 1, last + 1):
+            clock.now += 1
+            log.step(record(step))
+
+    with suppress(PreemptedError), logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        train_until(log, 0, 7)
+        log.rewind(4, 64 * 4)
+        train_until(log, 4, 7)
+        raise PreemptedError
+    assert rows(tmp_path)[-1]["elapsed_s"] == 10
+    # The time until the next start does not count.
+    clock.now += 100
+    with logger(tmp_path, recipe()) as log:
+        log.start(7, [], 64 * 7)
+        train_until(log, 7, 10)
+        log.end({})
+    assert [row["elapsed_s"] for row in rows(tmp_path)] == [1, 4, 11, 13, 13]
+
+
+def test_bytes_of_no_step_are_in_no_row(tmp_path: Path) -> None:
+    """Those that prepare a run or another start of it, and those of discarded steps."""
+    with logger(tmp_path, recipe(every=1)) as log:
+        for begin in (log.start, lambda *_: log.rewind(0, 0)):
+            log.comm.add([Traffic("update", "all_gather", "node", 9, 9, packed=False)])
+            begin(0, [])
+            train(log, 0, 1)
+    assert rows(tmp_path)[0]["comm_bytes"] == {"weights": {"all_gather": 1000}, "gradients": {"all_to_all": 2000}}
+
+
+def test_totals_are_of_the_batches_that_a_run_had(tmp_path: Path) -> None:
+    """After 4 steps, the batch is four times as large."""
+    with logger(tmp_path, recipe()) as log:
+        log.start(0, [])
+        train(log, 0, 4)
+    larger = recipe()
+    larger = replace(larger, train=replace(larger.train, global_batch=16))
+    with logger(tmp_path, larger) as log:
+        log.start(4, [], 64 * 4)
+        for step in range(5, 11):
+            log.step(record(step, tokens=64 * 4 + 256 * (step - 4)))
+        log.end({})
+    total = 64 * 4 + 256 * 6
+    assert json.loads((tmp_path / "run.json").read_text())["total_tokens"] == total
+    assert rows(tmp_path)[-1]["tokens_per_s"] == total / 5
+
+
+def test_devices_of_several_kinds_share_one_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"]
+    plan = replace(make_plan(recipe(), Facts(world=2, device="cpu")), compute="bf16")
+    monkeypatch.setattr("llmtrain.telemetry.about.measured_peak", lambda device, dtype: 1e12)
+
+    def run_on(*names: str) -> dict[str, Any]:
+        gathered: list[list[int]] = []
+        for name in (*names, *names):
+            monkeypatch.setattr("llmtrain.telemetry.about.device_name", lambda device, name=name: name)
+            ranks = SimpleNamespace(device=None, gather_all=lambda values: gathered.append(values) or gathered)
+            mixed = mixed_devices(plan, ranks)  # type: ignore[arg-type]
+        return describe(plan, RunInfo(device=torch.device("cpu"), model_state_bytes=0, mixed=mixed))
+
+    run = run_on(*cards)
+    assert (run["device"], run["datasheet_peak"], run["measured_peak"]) == (f"{cards[1]} and others", 650.75e12, None)
+    assert ("peak per rank", "651 TFLOP/s by data sheet") in facts(run)
+    run = run_on(cards[1])
+    assert (run["device"], run["datasheet_peak"], run["measured_peak"]) == (cards[1], 989.5e12, 1e12)
+    run = run_on(cards[0], "a new card")
+    assert (run["datasheet_peak"], run["measured_peak"]) == (None, None)
+    assert ("peak per rank", "unknown") in facts(run)
 
 
 def test_a_resumed_run_shows_the_step_that_it_continues_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,3 +483,9 @@ def test_a_resumed_run_stays_the_same_wandb_run(tmp_path: Path, monkeypatch: pyt
         log.end({})
     assert seen.pop()["id"] != seen[0]["id"]
     assert [(run["mode"], run["resume"], run["exit_code"]) for run in seen] == [("online", "allow", 0)] * 2
+    # A run that was told to stop goes on later, so it has not failed.
+    for error, code in ((PreemptedError(), 0), (KeyboardInterrupt(), 0), (RunFailedError("a rank died"), 1)):
+        with pretended_wandb(monkeypatch, init), suppress(type(error)), logger(other, recipe(wandb="online")) as log:
+            log.start(0, [])
+            raise error
+        assert seen[-1]["exit_code"] == code

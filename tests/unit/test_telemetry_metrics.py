@@ -22,8 +22,14 @@ def rows_of(path: Path) -> list[tuple[str | None, int]]:
     return [(row.get("event"), row["step"]) for row in read_metrics(path)]
 
 
+def opened(path: Path, step: int, warn: Callable[[str], None]) -> MetricsFile:
+    file = MetricsFile(path, warn)
+    file.rewind(step)
+    return file
+
+
 def write_run(path: Path, first: int, last: int, end: bool = True) -> None:
-    file = MetricsFile(path, first, pytest.fail)
+    file = opened(path, first, pytest.fail)
     for step in range(first + 1, last + 1):
         file.write({"step": step, "loss": 1 / step})
         if step % 2 == 0:
@@ -41,7 +47,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "m", 0, pytest.fail)
+    file = opened(tmp_path / "m", 0, pytest.fail)
     file.write({"step": 1, "loss": math.nan, "memory_bytes": {"rss": math.inf}, "list": [-math.inf, 1.5]})
     text = (tmp_path / "m").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -62,16 +68,17 @@ def test_any_cut_of_the_file_leaves_a_sound_one(tmp_path: Path) -> None:
     lines = whole.splitlines(keepends=True)
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        kept = drop_after(path, 4)
+        kept, end = drop_after(path, 4)
         written = [line for line in lines[:6] if whole.index(line) + len(line) <= length]
         assert path.read_bytes() == b"".join(written)
         assert len(kept) == len(written)
+        assert end == ({"event": "end", "step": 6} if length == len(whole) else None)
     assert [file.name for file in tmp_path.iterdir()] == ["m"]
 
 
 def test_step_0_starts_anew(tmp_path: Path) -> None:
     (tmp_path / "m").write_text('{"event": "eval", "step": 0, "loss": 9.0}\n{"step": 1}\n')
-    MetricsFile(tmp_path / "m", 0, pytest.fail).close()
+    opened(tmp_path / "m", 0, pytest.fail).close()
     assert (tmp_path / "m").read_bytes() == b""
 
 
@@ -83,7 +90,7 @@ def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
 def test_rows_written_before_a_kill_are_there(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom llmtrain.telemetry.metrics import MetricsFile\n"
-        "file = MetricsFile(Path(sys.argv[1]), 0, print)\n"
+        "file = MetricsFile(Path(sys.argv[1]), print)\nfile.rewind(0)\n"
         "for step in range(1, 4): file.write({'step': step, 'text': 'x' * 100_000})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -132,7 +139,7 @@ def said() -> list[str]:
 def file(tmp_path: Path, said: list[str]) -> MetricsFile:
     """A file with the rows of steps 1 and 2."""
     (tmp_path / "run").mkdir()
-    file = MetricsFile(tmp_path / "run" / "m", 0, said.append)
+    file = opened(tmp_path / "run" / "m", 0, said.append)
     write_steps(file, 1, 2)
     return file
 
@@ -212,7 +219,8 @@ def test_an_error_at_closing_is_one(file: MetricsFile) -> None:
 def test_a_rewind_keeps_rows_that_wait(file: MetricsFile) -> None:
     with full_disk(file):
         write_steps(file, 3, 4, 5)
-    file.rewind(4)
-    assert [row["step"] for row in file.rows_kept] == [1, 2, 3, 4]
+    kept, end = file.rewind(4)
+    assert kept == [{"step": step} for step in (1, 2, 3, 4)]
+    assert end is None
     write_steps(file, 5)
     assert file._path.read_bytes() == whole(1, 2, 3, 4, 5)

@@ -100,7 +100,9 @@ def read_run(case: Case) -> None:
         _page(Path(), run, rows, dict.fromkeys(("loss", "rate", "memory"), b""))
         if sum(case.files["metrics.jsonl"]) % 1024 == 0:
             write_report(Path())
-    MetricsFile(Path("metrics.jsonl"), 4, print).close()
+    file = MetricsFile(Path("metrics.jsonl"), print)
+    file.rewind(4)
+    file.close()
 
 
 def read_checkpoint(case: Case) -> None:

@@ -3,8 +3,10 @@
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +155,23 @@ def _killed(folder: Path) -> str:
 
 def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
     """Return the seconds from the newest row until the last step, at the pace of the rows: evaluations and checkpoints
-    take their time too. None without a step's row, or where the rows make no sense."""
+    take their time too. Rows before the pace changed, as on other ranks, do not count. None without a step's row, or
+    where the rows make no sense."""
     logged = [row for row in rows if "event" not in row]
     if not logged:
         return None
-    first, last = logged[0], logged[-1]
+    last = logged[-1]
+    alike = takewhile(lambda row: _is_like(row.get("step_time_s"), last.get("step_time_s")), reversed(logged))
+    first = deque(alike, maxlen=1).pop()
     before, now, done = first.get("elapsed_s"), last.get("elapsed_s"), last["step"] - first["step"]
     pace = last.get("step_time_s") if before is None or now is None or done < 1 else (now - before) / done
     left = None if pace is None else pace * (steps - last["step"])
     return left if left is not None and 0 <= left < math.inf else None
+
+
+def _is_like(one: float | None, other: float | None) -> bool:
+    """Return whether the times of two steps differ by less than a factor of 2, as far as they are known."""
+    return not one or not other or 0.5 < one / other < 2
 
 
 def _job(folder: Path, known: dict[str, QueuedJob]) -> QueuedJob | None:

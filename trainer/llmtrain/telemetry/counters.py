@@ -1,4 +1,4 @@
-"""Byte counters of this machine's links: network cards, disks, volumes, and between GPUs NVLink or XGMI.
+"""Byte counters of this machine's links: network cards, RDMA ports, disks, volumes, and between GPUs NVLink or XGMI.
 
 Unreadable counters are left out: a machine without such links, or a container without the kernel's files, is no error.
 """
@@ -36,7 +36,7 @@ class CounterSource(Protocol):
 class HostLinks:
     """The network cards (of this process's network namespace) and the disks of this machine.
 
-    They count the bytes of all processes. `nic lo` is the traffic between processes of this machine.
+    They count the bytes of all processes, without RDMA's. `nic lo` is the traffic between processes of this machine.
     """
 
     def counts(self) -> Counts:
@@ -51,6 +51,34 @@ class HostLinks:
                 # Skip partitions: their disk counts their bytes.
                 if not name.startswith(_NO_DISKS) and (_BLOCK_DEVICES / name).exists():
                     found[f"disk {name}"] = disk.write_bytes, disk.read_bytes
+        return found
+
+
+class RdmaPorts:
+    """The ports of this machine's RDMA cards, over which NCCL talks on InfiniBand, RoCE and EFA.
+
+    They count the bytes of all processes. The kernel's documentation: ABI/stable/sysfs-class-infiniband.
+    """
+
+    # Files of the bytes sent and received below a port's folder, and the bytes of their unit. A card has one pair.
+    _FILES = (
+        ("counters/port_xmit_data", "counters/port_rcv_data", 4),
+        ("hw_counters/tx_bytes", "hw_counters/rx_bytes", 1),
+    )
+
+    def __init__(self, sys: Path = _SYS) -> None:
+        """sys: the folder of the kernel's files."""
+        self._ports = sorted((sys / "class/infiniband").glob("*/ports/*"))
+
+    def counts(self) -> Counts:
+        """Return the counts of `rdma CARD:PORT`."""
+        found: Counts = {}
+        for port in self._ports:
+            for sent, received, unit in self._FILES:
+                with suppress(OSError, ValueError):
+                    both = [unit * int((port / name).read_text(encoding="ascii")) for name in (sent, received)]
+                    found[f"rdma {port.parent.parent.name}:{port.name}"] = both[0], both[1]
+                    break
         return found
 
 
@@ -188,4 +216,4 @@ def _kilobytes(of_links: Any) -> int:
 def all_sources() -> list[CounterSource]:
     """Return all sources that this machine has."""
     of_gpus: tuple[CounterSource | None, ...] = (NvidiaLinks.open(), AmdLinks.open())
-    return [HostLinks(), *(source for source in of_gpus if source is not None)]
+    return [HostLinks(), RdmaPorts(), *(source for source in of_gpus if source is not None)]

@@ -44,6 +44,8 @@ class RunLogger:
 
         decisions: sentences on the values that were resolved for the user. tokens: trained on so far.
         """
+        # What has been sent to prepare the run belongs to no step.
+        self.comm.take()
         if self._main is not None:
             self._main.start(resumed_step, decisions, tokens)
 
@@ -66,6 +68,8 @@ class RunLogger:
 
     def rewind(self, step: int, tokens: int) -> None:
         """Resume after `step`, and drop later rows. tokens: of all steps until then."""
+        # The bytes of a discarded step do not belong to the next one.
+        self.comm.take()
         if self._main is not None:
             self._main.rewind(step, tokens)
 

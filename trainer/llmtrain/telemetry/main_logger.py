@@ -47,17 +47,26 @@ class MainLogger:
         self._comm_bytes: Row = {}
         self._save_held = 0.0
         self._offload: Mapping[str, Any] | None = None
+        # What a run that had finished before this start has measured.
+        self._finished: Row = {}
 
     def start(self, resumed_step: int, decisions: list[str], tokens: int) -> None:
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", self.console.warn)
+        kept, ended = self._metrics.rewind(resumed_step)
+        before, steps = read_run_file(self._run_dir), self._plan.training.steps
+        self._run = describe(self._plan, self._about, before)
+        self._run["total_tokens"] = tokens + self._run["tokens_per_step"] * max(0, steps - resumed_step)
+        if ended is not None and resumed_step >= steps:
+            self._run |= before
+            self._finished = {key: ended[key] for key in ("planned", "measured", "links") if key in ended}
+        else:
+            write_run_file(self._run_dir, {**self._run, "decisions": decisions})
+        # The row of the end has the time since the last row of a step.
+        self._restore(resumed_step, kept, (ended or {}).get("elapsed_s") or 0.0)
         self._tokens = tokens
-        self._run = describe(self._plan, self._about, read_run_file(self._run_dir))
-        write_run_file(self._run_dir, {**self._run, "decisions": decisions})
-        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step, self.console.warn)
-        self._restore(resumed_step, self._metrics.rows_kept)
         self._start_wandb()
         shown = [*facts(self._run), ("folder", str(self._run_dir))]
         if resumed_step:
-            steps = self._plan.training.steps
             whole = f", and train.steps is {steps}: nothing is left to train; raise train.steps to train on"
             shown.append(("continues after", f"step {resumed_step}{whole if resumed_step >= steps else ''}"))
         self.console.start(self._plan.name, shown, decisions, resumed_step, self._elapsed())
@@ -65,27 +74,28 @@ class MainLogger:
     def rewind(self, step: int, tokens: int) -> None:
         # If reopening fails, the run stops with that error and there is no open file to log it in.
         metrics, self._metrics = self._open_metrics(), None
-        metrics.rewind(step)
+        kept, _ = metrics.rewind(step)
         self._metrics = metrics
         self._window.clear()
-        self._restore(step, metrics.rows_kept)
+        # The time of the discarded steps has passed.
+        self._restore(step, kept, self._elapsed())
         self._tokens = tokens
 
-    def _restore(self, step: int, kept: list[Row]) -> None:
-        """Resume after `step`, with the totals of the rows of earlier starts: their time counts, the time between
-        starts does not."""
+    def _restore(self, step: int, kept: list[Row], elapsed: float) -> None:
+        """Resume after `step`, with the totals of the rows of earlier starts. elapsed: seconds of the run so far,
+        as far as they are known; the time between starts does not count."""
         self._first = self._last = step
         self._started = self._warm = time.monotonic()
         self._evaluations = [row for row in kept if row.get("event") == "eval"]
         steps = [row for row in kept if "event" not in row]
         last = steps[-1] if steps else {"step": 0}
         # Another version may have written a row, so only its step is certain.
-        self._elapsed_before, self._skipped = last.get("elapsed_s") or 0.0, last.get("skipped_steps", 0)
+        self._elapsed_before, self._skipped = max(last.get("elapsed_s") or 0.0, elapsed), last.get("skipped_steps", 0)
         # A row's step time is the mean since the row before.
         before = [0, *(row["step"] for row in steps)]
         pairs = zip(steps, before, strict=False)
         self._seconds = sum((row.get("step_time_s") or 0.0) * (row["step"] - b) for row, b in pairs)
-        self._timed = last["step"]
+        self._timed_tokens = last.get("tokens", last["step"] * self._run["tokens_per_step"])
 
     def _start_wandb(self) -> None:
         logging = self._plan.logging
@@ -101,12 +111,12 @@ class MainLogger:
         )
 
     def step(self, record: StepRecord, sent: Row) -> None:
+        self._timed_tokens += record.tokens - self._tokens
         self._last, self._tokens, self._skipped = record.step, record.tokens, record.skipped_steps
         self._window.append(record.seconds)
         self._comm_bytes = sent["comm_bytes"]
         self._seconds += record.seconds
         self._save_held = max(self._save_held, record.save_held)
-        self._timed += 1
         self._warn_if_long(record.seconds)
         left = self._left()
         self.console.progress(record.step, self._elapsed(), left)
@@ -159,10 +169,13 @@ class MainLogger:
 
     def _rank_compute(self, seconds: Sequence[float]) -> Row:
         row, slow = self._stragglers.take(seconds)
-        if slow is not None:
-            rank, ratio = slow
-            host = self._about.host_of(rank)
-            self.console.warn(f"rank {rank} on {host} computes {ratio:.2f} times as long as ranks with the same work")
+        by_host: dict[str, list[int]] = {}
+        for rank in slow:
+            by_host.setdefault(self._about.host_of(rank), []).append(rank)
+        for host, ranks in by_host.items():
+            who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} on {host}"
+            longer = f"{max(slow[rank] for rank in ranks):.2f} times as long as ranks with the same work"
+            self.console.warn(f"{who} {'computes' if len(ranks) == 1 else 'compute up to'} {longer}")
         return row
 
     def evaluation(self, step: int, split: str, loss: float) -> None:
@@ -180,8 +193,9 @@ class MainLogger:
         if self._links is not None:
             self._links.stop()
             row["links"] = {str(node): links for node, links in sorted(self._links.nodes().items())}
+        row |= self._finished
         self._write(row)
-        if exit_code == 0:
+        if row["outcome"] == "finished":
             self.console.end([*_end_facts(row), ("folder", str(self._run_dir))])
         self._close_all(row, exit_code)
 
@@ -193,7 +207,9 @@ class MainLogger:
             reason = f"interrupted; {RESUMES}" if isinstance(error, KeyboardInterrupt) else str(error)
             try:
                 outcome = "stopped" if asked_to_stop else "failed"
-                self.end({"outcome": outcome, "reason": reason or type(error).__name__}, exit_code=1)
+                # A run that was asked to stop goes on later: to wandb it has not failed.
+                exit_code = 0 if asked_to_stop else 1
+                self.end({"outcome": outcome, "reason": reason or type(error).__name__}, exit_code)
             except RunFailedError as failure:
                 # A full disk must not hide why the run stopped.
                 self.console.warn(str(failure))
@@ -235,7 +251,7 @@ class MainLogger:
             "tokens": self._tokens,
             "elapsed_s": self._elapsed(),
             # This leaves out the time of evaluations and checkpoints.
-            "tokens_per_s": self._timed * run["tokens_per_step"] / self._seconds if self._seconds else None,
+            "tokens_per_s": self._timed_tokens / self._seconds if self._seconds else None,
             "first_validation_loss": first,
             "last_validation_loss": last,
             "unigram_entropy": entropy,
@@ -276,7 +292,7 @@ def _end_facts(row: Row) -> list[tuple[str, str]]:
     found.append(("tokens", units.number(row["tokens"])))
     found.append(("time", units.duration(row["elapsed_s"])))
     if row["tokens_per_s"] is not None:
-        found.append(("tokens/s, mean", units.number(row["tokens_per_s"])))
+        found.append(("tokens/s in steps", units.number(row["tokens_per_s"])))
     if row["skipped_steps"]:
         found.append(("skipped steps", str(row["skipped_steps"])))
     for name, planned, measured in planned_and_measured(row["planned"], row["measured"]):

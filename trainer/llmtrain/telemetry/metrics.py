@@ -89,31 +89,32 @@ def last_rows(path: Path, size: int = 2**16) -> tuple[list[Row], str | None]:
 class MetricsFile:
     """Appends rows to a metrics file. Rows that cannot be written wait in memory, and are written before the next row.
 
-    warn: called with a sentence the first time that a row cannot be written. rows_kept: rows up to the step that the
-    run resumed after. Raises RunFailedError if the file cannot be opened.
+    warn: called with a sentence the first time that a row cannot be written.
     """
 
-    def __init__(self, path: Path, resumed_step: int, warn: Callable[[str], None]) -> None:
-        """Open `path` to resume after `resumed_step` (0: start from the beginning), and drop later rows."""
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """`rewind` opens the file, before the first row."""
         self._path, self._warn, self._warned = path, warn, False
         self._file: FileIO | None = None
         self._waiting, self._written = deque[bytes](), deque[bytes](maxlen=_REMEMBERED)
         self._failure, self._lost = "", 0
-        self.rewind(resumed_step)
 
-    def rewind(self, step: int) -> None:
-        """Resume after `step`, and drop later rows. Raises RunFailedError if the file cannot be opened."""
+    def rewind(self, step: int) -> tuple[list[Row], Row | None]:
+        """Resume after `step` (0: start from the beginning), and drop later rows. Return the rows before it with the
+        keys that readers rely on, and the row of the run's last end; None without one. Raises RunFailedError if the
+        file cannot be opened."""
         self._release()
         self._written.clear()
         waiting = [(line, row) for line in self._waiting if (row := _parse(line)) is not None and _is_kept(row, step)]
         self._waiting = deque(line for line, _ in waiting)
         try:
-            self.rows_kept = [*drop_after(self._path, step), *(row for _, row in waiting)]
+            kept, end = drop_after(self._path, step)
             # Without a buffer, each row is a single write.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise RunFailedError(f"{self._refused(error)}; {_ADVICE}") from None
         self._end = self._file.tell()
+        return [*kept, *(_relied_on(row) for _, row in waiting)], end
 
     def write(self, row: Row) -> None:
         """Append the rows that wait, and one more."""
@@ -186,17 +187,29 @@ class MetricsFile:
         return f"{self._path} cannot be written ({error.strerror or error})"
 
 
-def drop_after(path: Path, step: int) -> list[Row]:
-    """Drop the lines that a run resumed at `step` writes again: later rows, the end, an incomplete line. Returns the
-    other rows.
+def drop_after(path: Path, step: int) -> tuple[list[Row], Row | None]:
+    """Drop the lines that a run resumed at `step` writes again: later rows, the end, an incomplete line. Return the
+    other rows, with the keys that readers rely on, and the row of the end; None without one.
 
     Step 0 drops everything. Replaces the file atomically; the bytes of the other rows do not change.
     """
-    lines = [(line, row) for line in _lines(path) if (row := _parse(line)) is not None and _is_kept(row, step)]
-    kept = b"".join(line for line, _ in lines)
+    lines, rows, end = list[bytes](), list[Row](), None
+    for line in _lines(path):
+        row = _parse(line)
+        if row is not None and _is_kept(row, step):
+            lines.append(line)
+            rows.append(_relied_on(row))
+        elif row is not None and step > 0 and row.get("event") == "end":
+            end = row
+    kept = b"".join(lines)
     if path.exists() and len(kept) != path.stat().st_size:
         replace_file(path, kept)
-    return [row for _, row in lines]
+    return rows, end
+
+
+def _relied_on(row: Row) -> Row:
+    """Return a row without the keys that no reader of kept rows needs: those of a long run take much memory."""
+    return {key: row[key] for key in _Row.__annotations__ if key in row}
 
 
 def _is_kept(row: Row, step: int) -> bool:

@@ -74,14 +74,16 @@ def _sums(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def measured_figures(
-    memory: object, comm_bytes: object, save_held: float = 0.0, offload: Mapping[str, Any] | None = None
+    memory: object, comm_bytes: object, save_held: float | None = None, offload: Mapping[str, Any] | None = None
 ) -> Row:
     """Return the measured values of what `planned_figures` plans. memory: as `memory_bytes` returns it. comm_bytes:
-    bytes of the collectives of the last step. save_held: the most seconds for which a checkpoint held up a step.
-    offload: of the last logged step, as its row has it."""
+    bytes of the collectives of the last step. save_held: the most seconds for which a checkpoint held up a step, None
+    if not known. offload: of the last logged step, as its row has it."""
     peaks = _numbers(memory)
     peak = peaks.get("peak_allocated", peaks.get("peak_rss"))
-    found = {"memory_bytes": peak, "comm_bytes": comm_bytes, "save_held_s": save_held}
+    found: Row = {"memory_bytes": peak, "comm_bytes": comm_bytes}
+    if save_held is not None:
+        found["save_held_s"] = save_held
     moved = {way: size for way in _MOVED if (size := _moved(offload, way))}
     return {**found, "moved_bytes": moved} if moved else found
 

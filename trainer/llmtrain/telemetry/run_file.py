@@ -44,7 +44,7 @@ class _Run(TypedDict, total=False):
     device: str
     precision: str
     datasheet_peak: Number | None
-    measured_peak: Number
+    measured_peak: Number | None
     unigram_entropy: Number | None
     decisions: list[str]
 
@@ -99,10 +99,8 @@ def facts(run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _peaks(run: dict[str, Any]) -> str:
-    measured = f"{units.flops(run['measured_peak'])} measured"
-    if run["datasheet_peak"] is None:
-        return measured
-    return f"{units.flops(run['datasheet_peak'])} by data sheet, {measured}"
+    peaks = (("datasheet_peak", "by data sheet"), ("measured_peak", "measured"))
+    return ", ".join(f"{units.flops(run[key])} {how}" for key, how in peaks if run[key] is not None) or "unknown"
 
 
 @cache

@@ -26,7 +26,7 @@ from llmtrain.plan.cost.lane_times import volume_paths
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.traffic import CountTraffic, Traffic
 from llmtrain.sharding.engine import Engine
-from llmtrain.telemetry.about import RunInfo
+from llmtrain.telemetry.about import RunInfo, mixed_devices
 from llmtrain.telemetry.counters import CounterSource, HostLink, VolumeCounters
 from llmtrain.telemetry.link_usage import LinkSampler
 from llmtrain.telemetry.logger import RunLogger
@@ -92,6 +92,7 @@ def open_run(plan: Plan, ranks: Ranks, stop: StopRequest) -> Iterator[Run]:
         parts = build(plan, ranks, _counter(comm, ranks))
         about = RunInfo(
             device=ranks.device,
+            mixed=mixed_devices(plan, ranks),
             model_state_bytes=parts.engine.state_bytes,
             unigram_entropy=valid_data.unigram_entropy(ranks.activity.moving) if valid_data and ranks.is_main else None,
             host_of=ranks.host_of,
