@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -180,13 +181,20 @@ class Workers:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
-    """Submit a chunk. Block signals meanwhile: they must not interrupt the start of a worker process."""
+@contextmanager
+def stops_held_back() -> Iterator[None]:
+    """Hold back the signals of STOPS; the end of the block raises what one that has come raises."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        return pool.submit(_work, chunk)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
+    """Submit a chunk. No signal must interrupt the start of a worker process."""
+    with stops_held_back():
+        return pool.submit(_work, chunk)
 
 
 def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], workers: int) -> Iterator[Encoded]:

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from llmtrain_data import units
 from llmtrain_data.checksums import Encoding
 from llmtrain_data.corpus import Corpus, no_text
-from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder
+from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder, stops_held_back
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
 from llmtrain_data.output import Terminal
@@ -137,11 +137,12 @@ def _writing(prefix: Path, dtype: np.dtype[Any], encoding: Encoding) -> Iterator
     """Yield a writer; discard its files if it is not committed."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        writer = IndexedWriter(prefix, dtype, encoding)
-        try:
+        with ExitStack() as stack:
+            # From the first file on, a signal must not prevent that they are removed.
+            with stops_held_back():
+                writer = IndexedWriter(prefix, dtype, encoding)
+                stack.callback(writer.discard)
             yield writer
-        finally:
-            writer.discard()
     except OSError as error:
         raise DataError(f"{prefix} cannot be written: {error.strerror or error}") from error
 

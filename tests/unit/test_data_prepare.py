@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from llmtrain_data import encode
+from llmtrain_data import prepare as prepare_module
 from llmtrain_data.corpus import open_corpus
 from llmtrain_data.corpus_options import CorpusOptions
-from llmtrain_data.errors import DataError
-from llmtrain_data.indexed import IndexedData
+from llmtrain_data.errors import DataError, PreparationStoppedError
+from llmtrain_data.indexed import IndexedData, IndexedWriter
 from llmtrain_data.prepare import Prepared, PrepareOptions, prepare
 from llmtrain_data.readers import TextChunk
 from llmtrain_data.tokenizer import END_OF_TEXT, load_tokenizer, tokenizer_size, train_tokenizer
@@ -246,6 +247,20 @@ def test_stopped_at_work(tokenizer: Path, tmp_path: Path, number: signal.Signals
     done = run(source, tokenizer, out / "set")
     assert sorted(path.name for path in out.iterdir()) == ["set.bin", "set.checksums", "set.idx"]
     assert done.documents == 200000
+
+
+def test_a_signal_as_the_files_are_made_leaves_none(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*given: Any) -> IndexedWriter:
+        writer = IndexedWriter(*given)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return writer
+
+    monkeypatch.setattr(prepare_module, "IndexedWriter", make)
+    with pytest.raises(PreparationStoppedError, match="stopped by SIGTERM"):
+        run(folder, tokenizer, tmp_path / "out" / "set")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_killed_between_the_two_renames(folder: Path, tokenizer: Path, tmp_path: Path) -> None:

@@ -312,6 +312,11 @@ def test_run_starts_from_hugging_face_weights(train: Train, folder: Path) -> Non
     assert len(train("train.steps=7")) == 7
     with pytest.raises(BadInputError, match=r"model\.hf is .*/hf, which is not a folder"):
         train("name=new")
+    # Nor does a run that began with another model.
+    record = folder / "runs" / "tiny" / "recipe.resolved.yaml"
+    record.write_text(re.sub(r"(?m)^  hf: .*$", "  hf: null", record.read_text()))
+    with pytest.raises(BadInputError, match=r"hf/config\.json is missing; expected a folder of a Hugging Face model"):
+        train("train.steps=8")
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(train: Train) -> None:

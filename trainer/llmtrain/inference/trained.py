@@ -290,7 +290,7 @@ def complete(
     yield prompt
     # Decoded alone, the first new token may lose the space before its word.
     tokens = tokenizer.encode(prompt, add_special_tokens=False).ids[-_CONTEXT:]
-    shown = tokenizer.decode(tokens, skip_special_tokens=False)
+    shown = text = tokenizer.decode(tokens, skip_special_tokens=False)
     stop_at = end_tokens(folder) | (set() if end is None else {end})
     for token in generate(trained.model, start, count, sampling, stop_at):
         tokens.append(token)
@@ -299,6 +299,8 @@ def complete(
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text
+    if text != shown:
+        yield text[len(shown) :]
 
 
 def _prompt_ids(trained: TrainedModel, tokenizer: "tokenizers.Tokenizer", prompt: str) -> list[int]:

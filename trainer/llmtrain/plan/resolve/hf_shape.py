@@ -14,13 +14,15 @@ from llmtrain.yaml.shipped import RECORD
 
 
 def hf_shape(recipe: Recipe) -> GPTConfig | None:
-    """Return the shape of the model in `model.hf`, None without one. A run that has begun resumes without that folder:
-    its resolved recipe has the shape. Raises BadInputError."""
+    """Return the shape of the model in `model.hf`, None without one. A run that has begun with such a model resumes
+    without its folder: its resolved recipe has the shape. Raises BadInputError."""
     if recipe.model.hf is None:
         return None
     folder, record = Path(recipe.model.hf), Path(recipe.logging.dir, recipe.name, RECORD)
     if folder.is_dir() or not (has_begun(recipe) and record.is_file()):
         return read_hf_config(folder)
     recorded = load_recipe(str(record))
+    if recorded.model.hf is None:
+        return read_hf_config(folder)
     sizes = replace(recorded, model=replace(recorded.model, hf=None, preset=None))
     return model_shape(sizes, Facts(world=1, device="cpu"))
