@@ -4,6 +4,7 @@ import json
 import math
 import re
 from io import BytesIO
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 from llmtrain.errors import BadInputError
-from llmtrain.telemetry.figures import loss_figure, memory_figure, rate_figure
-from llmtrain.telemetry.report import write_report
+from llmtrain.telemetry.figures import loss_figure, memory_figure, rate_figure, waits_figure
+from llmtrain.telemetry.report import _waits, write_report
 
 NAMES = ["index.html", "loss.png", "memory.png", "rate.png"]
 HOSTILE = "<script>alert('x')</script> & $name"
@@ -127,7 +128,12 @@ def test_volumes_and_the_host_link_are_shown(tmp_path: Path) -> None:
         ("activations", "host", "1.00 KiB", "2.00 KiB", ""),
     ):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert page.count("data:image/png") == 4
+    waits = {"/scratch0": 2.5, "host link": 0.75, "optimizer steps": 1.5}
+    assert str(_waits(rows)) == str({f"{name}, model states": [wait, wait, nan] for name, wait in waits.items()})
+    assert (tmp_path / "report" / "waits.png").exists()
     odd = step_row(1, offload={"read_bytes": 3, "waits_s": {HOSTILE: "x"}, "activations": [1]})
+    assert _waits([odd]) == {}
     assert "Volumes and host link" not in write_report(leave(tmp_path, [odd])).read_text()
 
 
@@ -166,7 +172,8 @@ def test_an_outlier_does_not_flatten_the_curve() -> None:
 )
 def test_odd_rows_are_drawn(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     write_report(leave(tmp_path, rows))
-    for picture in (loss_figure(rows, [], None), rate_figure(rows), memory_figure(rows)):
+    waits = waits_figure(rows, {"/scratch": [0.5] * len(rows), "host link": [nan] * len(rows)})
+    for picture in (loss_figure(rows, [], None), rate_figure(rows), memory_figure(rows), waits):
         assert pixels(picture).shape[:2] == (546, 1170)
 
 

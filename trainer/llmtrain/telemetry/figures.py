@@ -1,6 +1,6 @@
 """The report's figures, drawn with matplotlib off screen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from math import isfinite, nan
 from typing import Any
@@ -99,6 +99,19 @@ def memory_figure(steps: list[Row]) -> bytes:
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.05)
     axes.yaxis.set_major_locator(_BinaryLocator(nbins=6, steps=[1, 2, 4, 5, 8, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
+    return _png(figure, axes)
+
+
+def waits_figure(steps: list[Row], waits: Mapping[str, Sequence[float]]) -> bytes:
+    """Draw for how long each logged step waited for each tier of memory; returns a PNG.
+
+    waits: by name, in seconds, of each of `steps`; NaN where not known.
+    """
+    figure, axes = _figure("seconds of a step")
+    colors = (_BLUE, _ORANGE, _GREEN, _RED, _GREY)
+    for index, (name, seconds) in enumerate(waits.items()):
+        _curve(axes, _column(steps, "step"), np.array(seconds), colors[index % len(colors)], name)
+    axes.set_ylim(bottom=0)
     return _png(figure, axes)
 
 

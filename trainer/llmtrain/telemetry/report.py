@@ -16,7 +16,7 @@ from llmtrain_data.output import printable
 from llmtrain_data.untrusted import UnreadableError, read_bytes, reason
 
 from llmtrain.errors import BadInputError
-from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, peak_shares, rate_figure
+from llmtrain.telemetry.figures import loss_figure, memory_figure, number_at, peak_shares, rate_figure, waits_figure
 from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.planned import measured_figures, planned_and_measured
 from llmtrain.telemetry.run_file import facts, read_run_file
@@ -26,6 +26,7 @@ from llmtrain.yaml.near_folder import expect_run_folder
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write `loss.png`, `rate.png`, `memory.png` and `index.html` of a run, finished or not; return the page's path.
+    With offload, also `waits.png`.
 
     output: folder for the files; by default `report` in the run's folder. Raises BadInputError if the run has no logged
     step or the report cannot be written.
@@ -39,6 +40,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         "rate": rate_figure(steps),
         "memory": memory_figure(steps),
     }
+    if waits := _waits(steps):
+        pictures["waits"] = waits_figure(steps, waits)
     page = _page(run_dir, run, rows, pictures)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +95,14 @@ def _page(run_dir: Path, run: Row, rows: list[Row], pictures: dict[str, bytes]) 
         for key, value in _tiles(run, steps, evaluations)
     )
     images = {name: f"data:image/png;base64,{b64encode(data).decode()}" for name, data in pictures.items()}
+    waits = images.pop("waits", None)
+    drawn = f'<img alt="Waits of each step for offloaded states and activations" src="{waits}">'
     return template.substitute(
         name=_shown(run.get("name", run_dir.resolve().name)),
         status=_shown(_status(run, rows)),
         tiles="".join(tiles),
         sections="\n".join(sections),
+        waits=f"<h2>Waits for offloaded states and activations</h2>\n{drawn}" if waits else "",
         **images,
     )
 
@@ -223,6 +229,21 @@ def _volumes(steps: list[Row]) -> list[tuple[str, ...]]:
         if isfinite(waited := _mean(moved, "compute_wait_s")):
             found.append((what, "optimizer steps", "", "", units.duration(waited)))
     return [("", "", "read", "written", "waited for"), *found]
+
+
+def _waits(steps: list[Row]) -> dict[str, list[float]]:
+    """Return the seconds for which each step waited for each volume, the host link and optimizer steps, without what no
+    step waited for."""
+    found: dict[str, list[float]] = {}
+    for what, key in (("model states", None), ("activations", "activations")):
+        moved = [_offloaded(step, key) for step in steps]
+        places = [
+            ("waits_s", path) for path in dict.fromkeys(path for row in moved for path in _mapping(row.get("waits_s")))
+        ]
+        for keys in (*places, ("gpu_wait_s",), ("compute_wait_s",)):
+            name = {"gpu_wait_s": "host link", "compute_wait_s": "optimizer steps"}.get(keys[0], keys[-1])
+            found[f"{name}, {what}"] = [number_at(row, *keys) for row in moved]
+    return {name: waits for name, waits in found.items() if any(wait > 0 for wait in waits)}
 
 
 def _offloaded(step: Row, key: str | None) -> Row:
