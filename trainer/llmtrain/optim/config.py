@@ -39,8 +39,9 @@ class OptimizerConfig(AdamW):
     to the square root of the second moment. weight_decay: decoupled weight decay of matrices. schedule: learning rate
     after the warm-up; wsd stays constant, then decays linearly. clip: largest global gradient norm (0 turns clipping
     off). warmup: steps of linear warm-up. min_lr: final learning rate of cosine, linear and wsd, as a share of `lr`.
-    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step; cpu is C++ (auto: cpu
-    on CPUs; on CUDA triton where Triton is installed, else apex if it is installed, else torch's fused kernel).
+    decay: share of the run's steps over which wsd decays. backend: kernel of the optimizer step; cpu is C++, torch is
+    PyTorch's fused kernel, and reference is plain torch operations, which are slower (auto: cpu on CPUs; on CUDA triton
+    where Triton is installed, else apex if it is installed, else torch).
     """
 
     backend: Literal["auto", "cpu", "triton", "torch", "apex", "reference"] = "auto"
@@ -61,11 +62,11 @@ class PrecisionConfig:
 
     compute: auto is bf16 on CUDA (fp16 on NVIDIA's GPUs before compute capability 8.0) and fp32 on CPU. gradients:
     dtype of the sums of gradients over microbatches: fp32, or compute (that of `compute`), which takes 2 bytes of an
-    element in place of 4 and rounds after every microbatch (AxoNN, section V). reduce: dtype in which ranks send each
-    other sums of gradients: compute, or fp32, which rounds no sum; gradients that are no sums yet are sent in the dtype
-    of `compute`, which they have. Ranks add them in fp32 either way; quantized gradients are sent quantized.
-    loss_scale: first loss scale of fp16, which halves on overflow and doubles after loss_scale_window steps without
-    overflow. loss_scale_window: steps without overflow after which the loss scale doubles.
+    element in place of 4 and rounds after every microbatch (AxoNN, section V). reduce: dtype of the sums that ranks
+    send each other: compute, or fp32, which rounds no sum; gradients that are no sums yet are sent in the dtype of
+    `compute`, which they have. Ranks add them in fp32 either way; quantized gradients are sent quantized. loss_scale:
+    first loss scale of fp16, which halves on overflow and doubles after loss_scale_window steps without overflow.
+    loss_scale_window: steps without overflow after which the loss scale doubles.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

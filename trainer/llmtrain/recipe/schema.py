@@ -24,19 +24,20 @@ class TrainConfig:
 
     steps: optimizer steps of the whole run. global_batch: sequences per optimizer step, over all ranks. microbatch:
     sequences that one rank computes at once (auto: the largest divisor of its share that fits accelerator.memory of the
-    cluster; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for
-    each stage). attention: kernel of attention on GPUs: torch, cudnn, flash-attn-2 or flash-attn-3 (auto: in 16 bits
-    the quickest of those that are installed, as timed at the run's first start; recipe.resolved.yaml keeps it; CPUs
-    have one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per
-    evaluation, fewer if the validation split is smaller. compile: let torch.compile build the blocks' kernels in place
-    of those of llmtrain (auto: on GPUs where that is faster, as timed at the run's first start, without tensor and
-    pipeline parallelism; recipe.resolved.yaml keeps it; not on CPUs). deterministic: take only kernels whose results
-    have the same bits in every run on the same GPUs, which may be slower; on CPUs all have. max_skipped: skipped steps
-    in a row that stop the run (overflows of fp16 that lower the loss scale do not count), and rewinds in a row that do.
-    compare_every: steps between checks that replicas are equal, by checksum; each checkpoint is then checked as well
-    (0: never). timeout: seconds after which a lost or hanging rank ends the run. max_restarts: how often in a row,
-    without a new checkpoint, `llmtrain run` and jobs of `llmtrain submit` restart the ranks after one was lost;
-    `llmtrain run` restarts on fewer ranks if it lost the same one twice and parallel.data is auto.
+    cluster; at most 8 where none is stated, and on CPUs; with a pipeline, one that leaves four microbatches for each
+    stage). attention: kernel of attention on GPUs: torch, cudnn, flash-attn-2 or flash-attn-3 (auto: in 16 bits the
+    quickest of those that are installed, as timed at the run's first start; recipe.resolved.yaml keeps it; CPUs have
+    one of their own). eval_every: steps between evaluations (0: never). eval_batches: global batches per evaluation,
+    fewer if the validation split is smaller. compile: let torch.compile build the blocks' kernels in place of those of
+    llmtrain (auto: on GPUs where that is faster, as timed at the run's first start, without tensor and pipeline
+    parallelism and without `deterministic`; recipe.resolved.yaml keeps it; not on CPUs). deterministic: take only
+    kernels whose results have the same bits in every run on the same GPUs, which may be slower; on CPUs all have.
+    max_skipped: skipped steps in a row that stop the run (overflows of fp16 that lower the loss scale do not count),
+    and rewinds in a row that do. compare_every: steps between checks that replicas are equal, by checksum; each
+    checkpoint is then checked as well (0: never). timeout: seconds after which a lost or hanging rank ends the run.
+    max_restarts: how often in a row, without a new checkpoint, `llmtrain run` and jobs of `llmtrain submit` restart the
+    ranks after one was lost; `llmtrain run` restarts on fewer ranks if it lost the same one twice and parallel.data is
+    auto.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}

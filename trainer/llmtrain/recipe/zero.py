@@ -39,17 +39,18 @@ class PartitionConfig:
 class ZeroConfig:
     """How model states are sharded over the data-parallel ranks.
 
-    stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5). partition: a degree
-    for each state. secondary: degree of a secondary copy of the weights, which later gathers of a step read instead of
-    the primary one; 0: none (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across
-    nodes, then inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in
-    bytes or as a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in
-    which two units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most
-    room for all units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of
-    it is a secondary copy if fewer bytes then cross slow links. registered: whether the buffers of gathers and
-    reductions between GPUs lie in memory that NCCL has registered, so that NVLink SHARP and network cards use them
-    without a copy (NCCL user guide, "User Buffer Registration"). preset: mics, zero++ or topo set the keys above, and
-    those of `quantize`, that are left out.
+    stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights (ZeRO, section 5); null: as `preset`
+    or `partition` say, else 0. partition: a degree for each state. secondary: degree of a secondary copy of the
+    weights, which later gathers of a step read instead of the primary one; 0: none; null: as `preset` or `resident`
+    say, else none (ZeRO++, section 3.2; ZeRO-topo, section IV). hierarchical: gather weights first across nodes, then
+    inside each node (MiCS, section 3.3); auto is true. resident: memory of a rank for gathered weights, in bytes or as
+    a quantity such as 2GB; units stay gathered as long as it has room for them. 0 is the least memory in which two
+    units are gathered ahead. auto is what `cluster.accelerator.memory` leaves on the fullest rank, at most room for all
+    units, and 0 where it is not stated or leaves less; where neither secondary nor preset is set, part of it is a
+    secondary copy if fewer bytes then cross slow links. registered: whether the buffers of gathers and reductions
+    between GPUs lie in memory that NCCL has registered, so that NVLink SHARP and network cards use them without a copy
+    (NCCL user guide, "User Buffer Registration"). preset: mics, zero++ or topo set the other keys of `zero`, and those
+    of `quantize`, that are left out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
