@@ -45,7 +45,7 @@ from llmtrain.plan.resolve.refusal import refusal
 from llmtrain.plan.views.summary import summarize
 from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
 from llmtrain.recipe.schema import Recipe
-from llmtrain.start.dry_run import print_plan
+from llmtrain.start.dry_run import print_plan, resumption
 from llmtrain.training.open_choices import OpenChoices
 
 # The least compute capability of NVIDIA's GPUs that compute in bf16.
@@ -95,7 +95,8 @@ def start(
     problems = [*mine, *(problem for problem in (too_small, too_large, too_much, volumes) if problem)]
     if dry_run:
         summary = summarize(recipe, plan, "GPU" if gpus else "CPU")
-        remarks = [*differences, *advice(recipe, plan), *_untimed(recipe, plan), *offload_remarks(plan), *problems]
+        begun, untimed = resumption(recipe, plan), _untimed(recipe, plan)
+        remarks = [*differences, *begun, *advice(recipe, plan), *untimed, *offload_remarks(plan), *problems]
         print_plan(plan, summary, remarks, as_json)
         return
     check_gpus(gpus, launch, facts.world)
