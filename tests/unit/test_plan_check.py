@@ -59,7 +59,17 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["pipeline.schedule=gpipe"], None),
         (["pipeline.limit=3"], "pipeline.limit is 3, which pipeline.schedule 1f1b does not have"),
         (["pipeline.limit=3", "pipeline.schedule=message-driven"], None),
-        (["pipeline.limit=3", "parallel.pipeline=1"], None),
+        (["pipeline.limit=3", "parallel.pipeline=1"], "pipeline.limit is 3, but parallel.pipeline is 1, so that"),
+        (["pipeline.chunks=3", "parallel.pipeline=1"], "pipeline.chunks is 3, but parallel.pipeline is 1, so that"),
+        (
+            ["pipeline.split=[4,8]", "parallel.pipeline=1"],
+            "pipeline.split is [4, 8], but parallel.pipeline is 1, so that all layers are on one rank; leave it out",
+        ),
+        (["pipeline={split: balanced, chunks: 1, limit: 1}", "parallel.pipeline=1"], None),
+        (
+            ["pipeline={schedule: breadth-first, chunks: 3}", "parallel.pipeline=1", "activation_checkpointing=full"],
+            None,
+        ),
         (["zero.hierarchical=false"], "zero.hierarchical is false, but every rank holds all weights"),
         (["zero.hierarchical=false", "zero.stage=2"], "zero.hierarchical is false, but every rank holds all weights"),
         (["zero.hierarchical=false", "zero.stage=3"], None),

@@ -31,6 +31,7 @@ from llmtrain.recipe.logging import LoggingConfig
 from llmtrain.recipe.other_words import VALUES, unsupported
 from llmtrain.recipe.schema import Recipe, TrainConfig
 from llmtrain.yaml.near_folder import near_folder
+from llmtrain.yaml.shown import shown
 
 # The fewest microbatches of a step that are many.
 MANY = 4
@@ -41,7 +42,7 @@ def check_given(recipe: Recipe) -> None:
     model = recipe.model
     ways = [key for key in ("preset", "hf", "family") if getattr(model, key) is not None]
     if not ways:
-        raise BadInputError("model has no family; expected model.preset, model.hf, or model.family with its sizes")
+        raise BadInputError("the recipe has no model; set model.preset, model.hf, or model.family with its sizes")
     if model.preset is not None and len(ways) > 1:
         raise BadInputError(
             f"model.preset is {model.preset} and model.{ways[1]} is {getattr(model, ways[1])}; expected one of them, "
@@ -306,6 +307,7 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
             "precision.reduce is fp32, but each rank sends gradients of one microbatch alone, which are "
             f"{plan.compute}, and no sum of them; leave it out"
         )
+    yield from _of_several_stages(recipe, plan)
     if recipe.zero.registered and not plan.sharding.registered:
         idle = "NCCL does not join CPUs" if plan.device == "cpu" else "no other data-parallel rank has gradients to add"
         yield f"zero.registered is true, but {idle}; leave it out"
@@ -334,6 +336,19 @@ def _idle_keys(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     elif offload.optimizer != "none" and offload.spare_weights == "device" and (why := _no_spare_weights(recipe, plan)):
         yield f"offload.spare_weights is device, but {why}; leave it out"
+
+
+def _of_several_stages(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Yield a sentence about keys of a pipeline of several stages, which its one stage has in a way of its own."""
+    # A plan's record, read as a recipe, has the values of its plan.
+    made = {"chunks": plan.pipeline.schedule.chunks, "limit": plan.pipeline.limit, "split": plan.pipeline.layers}
+    for key, own in made.items() if plan.pipeline.schedule.ranks == 1 else ():
+        value = getattr(recipe.pipeline, key)
+        if not isinstance(value, str) and value != own:
+            yield (
+                f"pipeline.{key} is {shown(value)}, but parallel.pipeline is 1, so that all layers are on one rank; "
+                "leave it out"
+            )
 
 
 def _no_spare_weights(recipe: Recipe, plan: Plan) -> str | None:
