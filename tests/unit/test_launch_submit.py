@@ -101,6 +101,12 @@ def test_nodes_and_ranks(
         (["parallel.data=2"], "{}", "set ranks_per_node in .*site.yaml"),
         (["parallel.data=5"], "ranks_per_node: 5", "train.global_batch is 48"),
         (["parallel.data=4", "name=50%"], "ranks_per_node: 4", "without %, so set another logging.dir or name"),
+        (
+            ["parallel.data=8", "cluster={node: {ranks: 8}}"],
+            "ranks_per_node: 4",
+            "ranks_per_node is 4 in the site's profile, but cluster.node.ranks is 8; add cluster.node.ranks=4, or set "
+            "ranks_per_node to 8",
+        ),
         (["parallel.datta=5"], "{}", "did you mean parallel.data"),
         (["parallel.data=4", "checkpoint.resume=never"], "ranks_per_node: 4", "leave checkpoint.resume out"),
     ],

@@ -57,6 +57,7 @@ def plan_job(
             "leave checkpoint.resume out"
         )
     allocation = _allocation(recipe, site, nodes)
+    _check_node(recipe, site, allocation)
     check_world(allocation.ranks)
     plan = None
     remarks = list[str]()
@@ -182,6 +183,16 @@ def _allocation(recipe: Recipe, site: Site, nodes: int | None) -> Allocation:
             f"parallel.data so that they do, or add --nodes N with parallel.data=auto"
         )
     return Allocation(wanted // per_node, per_node)
+
+
+def _check_node(recipe: Recipe, site: Site, allocation: Allocation) -> None:
+    """Check that the nodes of the recipe's cluster are parts of the site's. Raises BadInputError."""
+    cluster, ranks = given_cluster(recipe.cluster), site.ranks_per_node
+    if ranks and cluster is not None and allocation.nodes > 1 and ranks % cluster.node.ranks:
+        raise BadInputError(
+            f"ranks_per_node is {ranks} in the site's profile, but cluster.node.ranks is {cluster.node.ranks}; add "
+            f"cluster.node.ranks={ranks}, or set ranks_per_node to {cluster.node.ranks}"
+        )
 
 
 def _gpus(site: Site) -> int | None:
