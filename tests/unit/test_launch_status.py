@@ -110,7 +110,7 @@ def test_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str], monkey
     assert main(["status", "done", "--json"]) == 0
     assert [run["state"] for run in json.loads(capsys.readouterr().out)] == ["finished"]
     assert main(["status"]) == 2
-    assert "runs is not a folder" in capsys.readouterr().err
+    assert "there is no folder runs here; give the folder of a run, or of runs (logging.dir)" in capsys.readouterr().err
 
 
 def test_an_end_longer_than_what_is_read_at_once(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import typer
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 RankCount = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of ranks.", metavar="N", show_default="all that are described, or one replica"),
+    typer.Option(
+        min=1, help="Number of ranks.", metavar="N", show_default="those of the cluster file, else one replica"
+    ),
 ]
 DTypeName = Literal["auto", "fp32", "bf16", "fp16"]
 DType = Annotated[

@@ -19,8 +19,8 @@ Input = Annotated[
     str,
     typer.Argument(
         metavar="INPUT",
-        help="Text, JSONL or Parquet file (.gz, .zst), a folder of files, hf:NAME for a dataset, a saved "
-        "dataset, or stdlib for the source of Python's standard library.",
+        help="Text, JSONL, Parquet, CSV, TSV or Arrow file (.gz, .zst), a folder of files, hf:NAME for a dataset, a "
+        "saved dataset, or stdlib for the source of Python's standard library.",
     ),
 ]
 InputFormat = Annotated[
@@ -176,7 +176,7 @@ def blend(
     tokens: Annotated[
         str | None, typer.Option(help="Tokens to train on, such as 10B.", metavar="N", show_default="one pass")
     ] = None,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sample.", metavar="N")] = 1024,
     split: Annotated[str, typer.Option(help="Shares of training, validation and test.", metavar="A,B,C")] = "98,1,1",
     json: Json = False,
 ) -> None:

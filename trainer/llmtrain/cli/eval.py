@@ -35,10 +35,11 @@ def eval(
         typer.Option(help="Another prepared set.", metavar="PREFIX", show_default="the recipe's data"),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=0, help="Sequences to evaluate, of a blend by its weights (0: all, each once).")
+        int,
+        typer.Option(min=0, help="Sequences to evaluate, of a blend by its weights (0: all, each once).", metavar="N"),
     ] = 0,
     sequence_length: SampleLength = None,
-    microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.")] = 8,
+    microbatch: Annotated[int, typer.Option(min=1, help="Sequences to compute at once.", metavar="N")] = 8,
     dtype: DType = "auto",
     as_json: Json = False,
 ) -> None:

@@ -14,16 +14,21 @@ from llmtrain.cli.arguments import DType
 def generate(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_CKPT", help="Folder of a run or of a checkpoint.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens (0: all).")] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.", metavar="N")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 always takes the most likely token.", metavar="X")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens (0: all).", metavar="K")] = 50,
     top_p: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this, at least one."
+            min=0.0,
+            max=1.0,
+            help="Sample from the most likely tokens whose probabilities sum to this, at least one.",
+            metavar="P",
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", metavar="N")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of the tokenizer.", metavar="DIR", show_default="the recipe's")
     ] = None,

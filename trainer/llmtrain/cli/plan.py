@@ -18,7 +18,9 @@ def plan(
     ranks: RankCount = None,
     program: Annotated[
         int | None,
-        typer.Option(min=0, metavar="RANK", help="Show the program of this rank's step instead: what it issues when."),
+        typer.Option(
+            min=0, metavar="RANK", help="Show in what order this rank gathers, drops and sends in a step instead."
+        ),
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw the memory, or the program, to this file.", metavar="FILE")

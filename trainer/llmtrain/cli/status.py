@@ -20,8 +20,11 @@ def status(
     """Show the progress of runs and the state of their jobs."""
     from llmtrain_data import units
 
+    from llmtrain.errors import BadInputError
     from llmtrain.launch.status import statuses
 
+    if not runs and not Path("runs").is_dir():
+        raise BadInputError("there is no folder runs here; give the folder of a run, or of runs (logging.dir)")
     found = statuses(runs or [Path("runs")])
     if as_json:
         say_json([asdict(run) for run in found])

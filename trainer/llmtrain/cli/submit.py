@@ -21,7 +21,7 @@ def submit(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes to ask for.", metavar="N", show_default="from the recipe")
     ] = None,
-    chain: Annotated[int, typer.Option(min=1, max=1000, help="Jobs in a row, until the run is done.")] = 1,
+    chain: Annotated[int, typer.Option(min=1, max=1000, help="Jobs in a row, until the run is done.", metavar="N")] = 1,
     array: Annotated[
         str | None, typer.Option(metavar="SEEDS", help="A run for each seed, such as 0-3 or 0-9%2.")
     ] = None,
