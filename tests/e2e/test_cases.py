@@ -166,7 +166,7 @@ CASES = [
     Case(7, "train.steps of 300 hexadecimal digits in a recipe", [more("a.yaml", f"train: {{steps: 0x{'f' * 300}}}")], "run a.yaml", 2, r"train.steps is a number of 1200 bits; expected a number below 2\^63"),
     Case(7, "train.timeout=1e18", [], f"{NEW} train.timeout=1e18", 2, r"train.timeout is 1e\+18; expected a number from 1 to 1,000,000, in seconds"),
     Case(7, "train.timeout=1e10", [], f"{NEW} train.timeout=1e10", 2, "train.timeout is 10000000000.0; expected a number from 1 to 1,000,000, in seconds"),
-    Case(7, "data.path=[1e308,A,1e308,B]", [], f"{NEW} data.path=[1e308,set,1e308,set]", 2, r"data.path is 1e\+308; expected text or a list of texts and numbers from 0 to 1,000,000,000$"),
+    Case(7, "data.path=[1e308,A,1e308,B]", [], f"{NEW} data.path=[1e308,set,1e308,set]", 2, r"data.path\[0\] is 1e\+308; expected text or a number from 0 to 1,000,000,000$"),
     Case(7, "data blend 1e308 A 1e308 B", [], "data blend 1e308 set 1e308 set", 2, "expected a blend .* with positive weights up to 1,000,000,000"),
     Case(7, "model.hidden=10000000", [], f"{NEW} model.hidden=10000000", 2, "model.hidden is 10000000; expected a whole number from 1 to 262,144"),
     Case(7, "model.hidden=9e18", [], f"{NEW} model.hidden=9e18", 2, "model.hidden is 9000000000000000000; expected a whole number from 1 to 262,144"),

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, get_args, get_type_hints
 import pytest
 from llmtrain.cli.main import COMMANDS as OWN_COMMANDS
 from llmtrain.cli.main import GROUPS
+from llmtrain.cli.other_words import COMMANDS, OPTIONS
 from llmtrain.cluster.description import Cluster
 from llmtrain.cluster.load import load_cluster
 from llmtrain.errors import BadInputError
@@ -18,7 +19,7 @@ from llmtrain.plan.resolve.check import check_given
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import recipe_keys
 from llmtrain.recipe.load import as_data, load_recipe, parse_recipe
-from llmtrain.recipe.other_words import COMMANDS, KEYS, OPTIONS, SECTIONS, UNSUPPORTED, VALUES, unsupported
+from llmtrain.recipe.other_words import KEYS, SECTIONS, UNSUPPORTED, VALUES, unsupported
 from llmtrain.recipe.schema import EveryK
 from llmtrain.yaml.dump import to_yaml
 from llmtrain.yaml.expected import choices, options
@@ -139,6 +140,12 @@ def test_shipped_recipes_are_short_and_load(name: str) -> None:
         ("fp16.enabled", "precision.compute"),
         ("zero.offload_optimizer.device", "offload.optimizer"),
         ("data_parallel_replicate_degree", "parallel.data or zero.partition.weights"),
+        ("optimizer.type", "optimizer.name"),
+        ("checkpoint.interval", "checkpoint.every"),
+        ("compile.enable", "train.compile"),
+        ("activation_checkpoint.mode", "activation_checkpointing"),
+        ("fsdp_reshard_after_forward", "zero.stage"),
+        ("pipe-parallel-size", "parallel.pipeline"),
     ],
 )
 def test_nearest_key(key: str, nearest: str) -> None:
@@ -199,6 +206,8 @@ def test_other_programs_words_are_in_one_table() -> None:
         ("parallel.ep moe moe_router.topk model.num_experts expert-model-parallel-size parallel.expert", "mixtures"),
         ("parallel.cp parallel.context context_parallel_size context_parallel_degree", "context parallelism"),
         ("fsdp zero.fsdp_config.reshard", "the names of FSDP"),
+        ("zero_optimization.overlap_comm reduce_bucket_size", "setting how communication overlaps"),
+        ("init_method_std", "another standard deviation"),
         ("activation_checkpointing.selective_ac_option", "recomputing a part"),
         ("fp8_format", "computing in fp8"),
         ("lora peft.rank model.qlora", "adapters (LoRA)"),

@@ -1,7 +1,9 @@
 """An error of pydantic about a recipe, as one sentence."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -9,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from llmtrain.recipe.keys import keys_in, nearest_key, recipe_keys, required_key, type_of
 from llmtrain.recipe.other_words import KEYS, SECTIONS, VALUES, unsupported
-from llmtrain.yaml.expected import choices, expected, options
+from llmtrain.yaml.expected import choices, expected, item_of, options
 from llmtrain.yaml.shown import shown, shown_key
 from llmtrain.yaml.yaml11 import WORDS
 
@@ -36,7 +38,8 @@ def explain(error: ValidationError, source: str) -> str:
         name = str(details["loc"][-1])
         return _missing_space(key, name) or unknown_key(
             ".".join(filter(None, (key, name))),
-            lambda unknown: shown_key(unknown, source),
+            # A file with a section of a recipe is one, and may be quoted.
+            shown if key else lambda unknown: shown_key(unknown, source),
             isinstance(details["input"], Mapping),
         )
     if details["type"] == _VALUE:
@@ -47,26 +50,28 @@ def explain(error: ValidationError, source: str) -> str:
             "" if "[" in key else f" or on the command line as {key}=..."
         )
     hint = type_of(key)
-    # The places of values in lists are no part of a key; such a value is not meant as the whole text.
-    in_a_list = sum(isinstance(part, int) for part in details["loc"]) > key.count("[")
-    advice = "" if in_a_list else _advice(key, details["input"], hint)
-    return f"{key} is {_written(details)}; expected {expected(hint)}{advice}"
-
-
-def _written(details: Any) -> str:
-    """Return a refused value as the recipe writes it; of a text that would be a number without its quotes, its type."""
     value = details["input"]
-    if (
-        isinstance(value, str)
-        and details["type"].startswith(("int_", "float_", "bool_"))
-        and _UNQUOTED.fullmatch(value)
-    ):
-        return f'the text "{shown(value)}", in quotes'
-    return shown(value)
+    if _is_quoted(details, hint):
+        return f'{key} is the text "{shown(value)}", in quotes; expected {expected(hint)}'
+    # The places of plain values in lists are no part of a key.
+    places = [part for part in details["loc"] if isinstance(part, int)][key.count("[") :]
+    if places and not details["type"].startswith(_MISSING) and (item := item_of(hint)) is not None:
+        return f"{key}[{places[0]}] is {shown(value)}; expected {expected(item)}"
+    return f"{key} is {shown(value)}; expected {expected(hint)}{_advice(key, value, hint)}"
+
+
+def _is_quoted(details: Any, hint: Any) -> bool:
+    """Return whether a refused value is a text that would be a number or a boolean without its quotes, where `hint`
+    takes one."""
+    value, kind = details["input"], details["type"]
+    takes_one = kind.startswith(("int_", "float_", "bool_")) or value in choices(hint)
+    return isinstance(value, str) and takes_one and _UNQUOTED.fullmatch(value) is not None
 
 
 def _advice(key: str, value: Any, hint: Any) -> str:
     """Return what to write in place of a value that `key`, of type `hint`, does not accept; else nothing."""
+    if _accepts(hint, [value]) and len(str(value)) <= _LONGEST_WORD:
+        return f"; write {key}=[{shown(value)}]"
     meant = _meant(key, value)
     if meant is not None:
         return f"; did you mean {meant}?"
@@ -95,11 +100,17 @@ def _meant(key: str, value: Any) -> str | None:
     # A value that the inner key refuses as well is no advice.
     if inner is None or not isinstance(value, str | int | float) or isinstance(value, bool):
         return None
+    return f"{inner}={shown(value)}" if _accepts(type_of(inner), value) else None
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Return whether a key of type `hint` accepts a value."""
+    config = None if is_dataclass(hint) else ConfigDict(strict=True)
     try:
-        TypeAdapter(type_of(inner), config=ConfigDict(strict=True)).validate_python(value)
+        TypeAdapter(hint, config=config).validate_json(json.dumps(value))
     except ValidationError:
-        return None
-    return f"{inner}={shown(value)}"
+        return False
+    return True
 
 
 def unknown_key(key: str, quoted: Callable[[str], str] = shown, of_keys: bool = False) -> str:
@@ -113,6 +124,21 @@ def unknown_key(key: str, quoted: Callable[[str], str] = shown, of_keys: bool = 
     return f"{quoted(key)} is not a recipe key; {advice or known}"
 
 
+def advice_on_option(option: str) -> str | None:
+    """Return a sentence about an option that is a recipe's key, or another program's word for one or for a feature
+    that is not supported; None for any other option."""
+    word = option.lstrip("-").lower().replace("-", "_")
+    leaf = word.rpartition(".")[2]
+    key = SECTIONS.get(word) or KEYS.get(leaf) or (word if type_of(word) is not None else None)
+    if key is None and (why := unsupported(word)):
+        return why
+    near = key or nearest_key(word)
+    # One word that is only like a key may as well be a misspelt option.
+    if near is None or "[" in near or (key is None and leaf == word and not near.endswith(f".{word}")):
+        return None
+    return f"a recipe's key is written without dashes: {near}=..."
+
+
 def _advice_for_key(key: str, of_keys: bool) -> str | None:
     """Return what to write in place of an unknown key, or that its feature is not supported; None if neither is known.
     of_keys: see `unknown_key`."""
@@ -121,16 +147,18 @@ def _advice_for_key(key: str, of_keys: bool) -> str | None:
         return why
     # Some words of other programs are sections there, such as offload_optimizer.
     meant = [KEYS[word] for word in reversed(sections) if word in KEYS]
-    near = KEYS.get(leaf) or nearest_key(key, of_keys) or next(iter(meant), None)
+    near = KEYS.get(key) or KEYS.get(leaf) or nearest_key(key, of_keys) or next(iter(meant), None)
     return f"did you mean {near}?" if near else None
 
 
 def _missing_space(section: str, name: str) -> str | None:
     """Return a sentence about a key such as `steps:500`, which YAML reads as one word; None for any other key."""
     key, colon, value = name.partition(":")
-    if not colon or key not in {known.rpartition(".")[2] for known in recipe_keys()}:
+    if not colon:
         return None
     if not section:
+        if key not in {known.rpartition(".")[2] for known in recipe_keys()}:
+            return None
         # A line of a private file may begin with any word and a colon: do not quote the rest.
         return f"the recipe has no space after '{key}:'; put one there"
     return f"{section} has {shown(name)!r}; put a space after the colon: {key}: {shown(value)}"

@@ -13,11 +13,12 @@ from omegaconf.errors import MissingMandatoryValue
 from pydantic import TypeAdapter, ValidationError
 
 from llmtrain.errors import BadInputError
-from llmtrain.recipe.explain import explain
+from llmtrain.recipe.explain import explain, unknown_key
+from llmtrain.recipe.keys import type_of
 from llmtrain.recipe.overrides import merge, merge_overrides
 from llmtrain.recipe.schema import Recipe
-from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, one_line, read_yaml, yaml_problem
-from llmtrain.yaml.references import resolved_size
+from llmtrain.yaml.file import LARGEST_BYTES, YAML_ERRORS, one_line, read_yaml
+from llmtrain.yaml.references import lost_reference, resolved_size
 from llmtrain.yaml.shipped import find_recipe
 from llmtrain.yaml.shown import shown
 from llmtrain.yaml.yaml11 import as_meant
@@ -93,16 +94,26 @@ def _chain(path: Path) -> list[tuple[Path, DictConfig]]:
             circle = " -> ".join(link.name for link in seen)
             raise BadInputError(f"{path} extends itself: {circle}; cut the circle")
         content = read_yaml(path, "is not a recipe")
+        if not content:
+            raise BadInputError(f"{path} has no keys; a recipe needs at least a model and data.path, or `extends`")
         parent = _take(content, "extends")
         found.append((path, content))
         if parent is None:
             return found
         if not isinstance(parent, str):
             raise BadInputError(f"extends in {path} is {shown(parent)}; expected another recipe's file or name")
-        child, path = path, find_recipe(parent, beside=path.parent)
+        child, path = path, _extended(path, parent)
         if path.suffix not in (".yaml", ".yml"):
             # Errors quote values of a recipe. A file of another kind may be private, so it is not read.
             raise BadInputError(f"extends in {child} is {parent}; expected another recipe's name, or a .yaml file")
+
+
+def _extended(path: Path, parent: str) -> Path:
+    """Return the file of the recipe that the one in `path` extends. Raises BadInputError."""
+    try:
+        return find_recipe(parent, beside=path.parent)
+    except BadInputError as error:
+        raise BadInputError(f"extends in {path} is {shown(parent)}: {error}") from error
 
 
 def _take(content: DictConfig, key: str) -> Any:
@@ -134,9 +145,19 @@ def _resolved_container(merged: DictConfig, path: Path, complete: bool) -> dict[
             f"{missing} is missing; {path} leaves it to you: add {missing}=... to the command line"
         ) from error
     except YAML_ERRORS as error:
-        raise BadInputError(f"{path} has a reference that leads nowhere: {yaml_problem(error)}") from error
+        raise BadInputError(_lost(unresolved, getattr(error, "full_key", None) or str(path))) from error
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
+
+
+def _lost(content: Any, where: str) -> str:
+    """Return a sentence about a reference that cannot be followed. where: the key that has it, or the recipe."""
+    found = lost_reference(content)
+    key, target = ("", "") if found is None else (".".join(map(str, names)) for names in found)
+    if not target:
+        return f"{shown(where)} has a reference that leads in a circle or cannot be read; write the value out"
+    why = unknown_key(target) if type_of(target) is None else f"nothing sets {target}; set it in the recipe too"
+    return f"{shown(key)} has ${{{shown(target)}}}, but {why}"
 
 
 def _refuse_unwritable(key: str, value: Any) -> None:

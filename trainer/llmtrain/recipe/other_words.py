@@ -1,5 +1,5 @@
-"""Words of nanoGPT, PyTorch, Hugging Face, Megatron-LM, DeepSpeed and torchtitan, and what this program calls the same
-or has in their place: data for the advice in errors."""
+"""Words of nanoGPT, PyTorch, Hugging Face, Megatron-LM, GPT-NeoX, DeepSpeed and torchtitan, and what this program calls
+the same or has in their place: data for the advice in errors."""
 
 import re
 from collections.abc import Mapping
@@ -26,11 +26,13 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "train_iters": "train.steps",
         "train_samples": "train.steps",
         "num_train_epochs": "train.steps",
+        "epochs": "train.steps",
         "lr_decay_iters": "train.steps",
         "eval_interval": "train.eval_every",
         "eval_steps": "train.eval_every",
         "eval_iters": "train.eval_batches",
         "torch_compile": "train.compile",
+        "compile.enable": "train.compile",
         "deterministic_mode": "train.deterministic",
         "attn_implementation": "train.attention",
         "attention_backend": "train.attention",
@@ -48,11 +50,14 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "dataset_path": "data.path",
         "data_path": "data.path",
         "train_data_path": "data.path",
+        "train_data_paths": "data.path",
         "valid_data_path": "data.validation",
+        "valid_data_paths": "data.validation",
         "tokenizer_path": "data.tokenizer",
         "tokenizer_model": "data.tokenizer",
         "hf_assets_path": "data.tokenizer",
         # Optimizer.
+        "optimizer.type": "optimizer.name",
         "learning_rate": "optimizer.lr",
         "min_learning_rate": "optimizer.min_lr",
         "min_lr_factor": "optimizer.min_lr",
@@ -108,16 +113,19 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "swiglu": "model.family",
         "normalization": "model.family",
         "position_embedding_type": "model.family",
+        "pos_emb": "model.family",
         "norm_epsilon": "model.norm_eps",
         "layernorm_epsilon": "model.norm_eps",
         "rms_norm_eps": "model.norm_eps",
         "rotary_base": "model.rope_theta",
         "rotary_percent": "model.rotary_fraction",
+        "rotary_pct": "model.rotary_fraction",
         "use_rope_scaling": "model.rope_scaling.factor",
         "rope_scaling_factor": "model.rope_scaling.factor",
         "hidden_dropout": "model.dropout",
         "attention_dropout": "model.dropout",
         "tie_word_embeddings": "model.tie_embeddings",
+        "no_weight_tying": "model.tie_embeddings",
         "untie_embeddings_and_output_weights": "model.tie_embeddings",
         # Precision.
         "dtype": "precision.compute",
@@ -141,6 +149,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "tensor_parallel_size": "parallel.tensor",
         "tensor_parallel_degree": "parallel.tensor",
         "tensor_model_parallel_size": "parallel.tensor",
+        "model_parallel_size": "parallel.tensor",
         "autotp_size": "parallel.tensor",
         "pp": "parallel.pipeline",
         "pp_size": "parallel.pipeline",
@@ -148,6 +157,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "pipeline_parallel_size": "parallel.pipeline",
         "pipeline_parallel_degree": "parallel.pipeline",
         "pipeline_model_parallel_size": "parallel.pipeline",
+        "pipe_parallel_size": "parallel.pipeline",
         "num_stages": "parallel.pipeline",
         "dp": "parallel.data",
         "dp_size": "parallel.data",
@@ -175,6 +185,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "zero_stage": "zero.stage",
         "use_distributed_optimizer": "zero.stage",
         "reshard_after_forward": "zero.stage",
+        "fsdp_reshard_after_forward": "zero.stage",
         "stage3_max_live_parameters": "zero.resident",
         "stage3_max_reuse_distance": "zero.resident",
         "stage3_prefetch_bucket_size": "zero.resident",
@@ -198,6 +209,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "sub_group_size": "offload.bucket",
         "buffer_count": "offload.overlap",
         "gradient_checkpointing": "activation_checkpointing",
+        "checkpoint_activations": "activation_checkpointing",
+        "activation_checkpoint.mode": "activation_checkpointing",
         "recompute_activations": "activation_checkpointing",
         "recompute_granularity": "activation_checkpointing",
         "recompute_method": "activation_checkpointing",
@@ -206,12 +219,16 @@ KEYS: Mapping[str, str] = MappingProxyType(
         # Checkpoints and logging.
         "save_steps": "checkpoint.every",
         "save_interval": "checkpoint.every",
+        "checkpoint.interval": "checkpoint.every",
+        "checkpoint_factor": "checkpoint.every",
         "save_total_limit": "checkpoint.keep",
         "keep_latest_k": "checkpoint.keep",
         "async_save": "checkpoint.async",
         "async_mode": "checkpoint.async",
         "asynchronous": "checkpoint.async",
         "resume_from_checkpoint": "checkpoint.resume",
+        "load": "checkpoint.resume",
+        "finetune": "checkpoint.weights",
         "init_from": "checkpoint.weights or model.hf",
         "initial_load_path": "checkpoint.weights or model.hf",
         "pretrained_checkpoint": "checkpoint.weights or model.hf",
@@ -220,6 +237,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "log_freq": "logging.every",
         "steps_per_print": "logging.every",
         "out_dir": "logging.dir",
+        "save": "logging.dir",
         "output_dir": "logging.dir",
         "dump_folder": "logging.dir",
         "enable_wandb": "logging.wandb",
@@ -301,7 +319,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
             "context parallelism is not supported; the nearest is parallel.sequence=true, which splits activations "
             "over the ranks of parallel.tensor"
         ),
-        "fsdp2?|hsdp|full_shard|hybrid_shard|shard_grad_op": (
+        "fsdp2?(?!_reshard_after_forward)|hsdp|full_shard|hybrid_shard|shard_grad_op": (
             "the names of FSDP are not supported; the nearest to FULL_SHARD is zero.stage=3, to SHARD_GRAD_OP "
             "zero.stage=2, to HYBRID_SHARD zero.partition.weights=node"
         ),
@@ -322,38 +340,15 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
             "a batch that grows is not supported; the nearest is train.global_batch, raised when a run resumes"
         ),
         "tensorboard": "TensorBoard is not supported; the nearest is logging.wandb=offline",
+        "overlap_comm|(?:reduce|allgather)_bucket_size": (
+            "setting how communication overlaps computation is not supported; the nearest is zero.resident, the memory "
+            "of weights that are gathered ahead"
+        ),
+        "init_method_std": (
+            "another standard deviation of the first weights is not supported; the nearest is checkpoint.weights or "
+            "model.hf, weights to start from"
+        ),
         "tf32": "computing in TF32 is not supported; the nearest is precision.compute=bf16",
-    }
-)
-
-# Commands.
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "train": "run",
-        "pretrain": "run",
-        "launch": "run",
-        "start": "run",
-        "evaluate": "eval",
-        "sample": "generate",
-        "inference": "generate",
-        "tokenize": "data prepare",
-        "prepare": "data prepare",
-        "convert": "ckpt convert",
-        "export": "ckpt convert",
-        "sbatch": "submit",
-    }
-)
-
-# Options of a command.
-OPTIONS: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        ("plan", "--nproc"): "--ranks",
-        ("run", "--ranks"): "--nproc",
-        ("run", "--nproc_per_node"): "--nproc",
-        ("run", "--nproc-per-node"): "--nproc",
-        ("run", "--num_processes"): "--nproc",
-        ("generate", "--max-new-tokens"): "--max-tokens",
-        ("generate", "--max_new_tokens"): "--max-tokens",
     }
 )
 

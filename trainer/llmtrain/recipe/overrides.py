@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -9,9 +10,12 @@ from llmtrain.cluster.load import cluster_data
 from llmtrain.errors import BadInputError
 from llmtrain.recipe.explain import unknown_key
 from llmtrain.recipe.keys import type_of
+from llmtrain.yaml.expected import item_of, section_hints
 from llmtrain.yaml.file import YAML_ERRORS, check_size, yaml_problem
 from llmtrain.yaml.shown import shown
 
+# A place in a list, in a key.
+_PLACE = re.compile(r"\[|\.[0-9]+(?=\.|$)")
 _OVERRIDE = re.compile(r"[^=\s]+=.*", re.DOTALL)
 
 
@@ -37,6 +41,7 @@ def _parse_override(override: str) -> DictConfig:
     if not _OVERRIDE.fullmatch(override):
         raise BadInputError(f"{shown(override)!r} is not an override; expected key=value, such as train.steps=100")
     key, _, value = override.partition("=")
+    _refuse_part_of_list(key)
     if type_of(key) is None:
         raise BadInputError(unknown_key(key, of_keys=value.startswith("{")))
     try:
@@ -44,6 +49,15 @@ def _parse_override(override: str) -> DictConfig:
         return OmegaConf.from_dotlist([override])
     except YAML_ERRORS as error:
         raise BadInputError(f"{shown(override)!r} cannot be read as key=value: {yaml_problem(error)}") from error
+
+
+def _refuse_part_of_list(key: str) -> None:
+    """Raise BadInputError for a key with an index, such as `optimizer.betas[0]` or `optimizer.betas.0`."""
+    whole = _PLACE.split(key, maxsplit=1)[0]
+    item = None if whole == key else item_of(type_of(whole))
+    if item is not None:
+        example = f"{{{next(iter(section_hints(item)))}: ...}}" if is_dataclass(item) else "..."
+        raise BadInputError(f"{shown(key)} is a part of a list, which is set as a whole: {whole}=[{example}]")
 
 
 def merge(base: DictConfig, over: DictConfig, source: str) -> DictConfig:

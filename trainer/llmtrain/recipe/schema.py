@@ -87,7 +87,7 @@ class Recipe:
 
     name: str
     seed: Seed = 1234
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig
     train: TrainConfig = field(default_factory=TrainConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -55,6 +55,12 @@ def expected(hint: Any) -> str:
     return _WORDS.get(hint, str(hint))
 
 
+def item_of(hint: Any) -> Any:
+    """Return the type of the items of the list that a key of this type accepts; None if it accepts no list."""
+    kinds = (get_args(option)[0] if get_origin(option) is Annotated else option for option in options(hint))
+    return next((get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)), None)
+
+
 def choices(hint: Any) -> list[str]:
     """Return the words that a key of this type accepts; empty if it accepts others."""
     return [value for option in options(hint) if get_origin(option) is Literal for value in map(str, get_args(option))]

@@ -15,9 +15,16 @@ from llmtrain.errors import BadInputError
 
 LARGEST_BYTES, LARGEST_VALUES, DEEPEST = 2**19, 10_000, 50
 _LONGEST_REASON = 100
-# What yaml says of the two most frequent slips, and plain words for it.
+# Of TOML, whose first line is a list in YAML.
+_NO_YAML = "this is no YAML; expected lines such as `train: {steps: 5}`"
+# What yaml says of the most frequent slips, and plain words for it.
 _PLAIN = {
     "found character '\\t' that cannot start any token": "a tab is here; indent with spaces",
+    "mapping values are not allowed here": (
+        "this line is indented differently from its section, or a text in it has a colon and no quotes"
+    ),
+    "expected '<document start>', but found '<scalar>'": _NO_YAML,
+    "expected '<document start>', but found '<block mapping start>'": _NO_YAML,
     "'<stream end>'": "the end of the file",
 }
 # The exceptions of yaml and OmegaConf for invalid text.

@@ -1,4 +1,4 @@
-"""The size of a recipe after its references, `${key}`, are resolved."""
+"""A recipe's references, `${key}`: the size of what they add, and those that lead nowhere."""
 
 import re
 from collections.abc import Iterator
@@ -36,11 +36,25 @@ def _parts(content: Any, path: KeyPath, value: Any) -> Iterator[KeyPath]:
     elif isinstance(value, list):
         yield from ((*path, index) for index in range(len(value)))
     elif isinstance(value, str):
-        for dots, name in _REFERENCE.findall(value):
-            # Each leading dot goes up one level.
-            start = path[: -len(dots)] if dots else ()
-            if nearest := _nearest(content, (*start, *_PART.findall(name))):
-                yield nearest
+        yield from filter(None, (_nearest(content, target) for target in _targets(path, value)))
+
+
+def lost_reference(content: Any, path: KeyPath = ()) -> tuple[KeyPath, KeyPath] | None:
+    """Return the place of a value in plain data that refers to a key that is not there, and that key; None if there is
+    no such value. path: of the part to look at."""
+    value = _at(content, path)
+    if isinstance(value, str):
+        lost = (target for target in _targets(path, value) if len(_nearest(content, target)) < len(target))
+        return next(((path, target) for target in lost), None)
+    parts = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return next(filter(None, (lost_reference(content, (*path, part)) for part in parts)), None)
+
+
+def _targets(path: KeyPath, text: str) -> Iterator[KeyPath]:
+    """Yield the key paths that a text at `path` refers to."""
+    for dots, name in _REFERENCE.findall(text):
+        # Each leading dot goes up one level.
+        yield (*(path[: -len(dots)] if dots else ()), *_PART.findall(name))
 
 
 def _nearest(content: Any, path: KeyPath) -> KeyPath:
