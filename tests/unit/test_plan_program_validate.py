@@ -336,7 +336,7 @@ def test_collectives_of_updates_are_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_shipped_recipes_are_valid(name: str) -> None:
     """On the hardware that their comments state."""
-    needs = re.search(r"Needs (\d+) (GPU|CPU)", (shipped_folder() / f"{name}.yaml").read_text())
+    needs = re.search(r"Made for (\d+) (GPU|CPU)", (shipped_folder() / f"{name}.yaml").read_text())
     assert needs
     overrides = ["data.path=corpus", "data.tokenizer=null", *(["model.vocab=2048"] if name == "quickstart" else [])]
     ranks, device = int(needs[1]), "cuda" if needs[2] == "GPU" else "cpu"

@@ -19,7 +19,7 @@ from llmtrain.recipe.load import load_recipe
 from llmtrain.yaml.shipped import shipped_folder, shipped_names
 
 NEEDS = re.compile(
-    r"Needs (\d+) (GPUs? of|CPU with) (\d+) GB(?: of memory)?; model states take ([\d.]+) ([GM]B) of (?:each|it)\. "
+    r"Made for (\d+) (GPUs? of|CPU with) (\d+) GB(?: of memory)?; model states take ([\d.]+) ([GM]B) of (?:each|it)\. "
     r"([\d.]+e\d+) FLOPs, (?:(\S+) GPU-hours at 300 TFLOP/s|minutes)\."
 )
 UNIT = {"GB": 1e9, "MB": 1e6}
