@@ -356,16 +356,6 @@ def test_the_space_between_the_prompt_and_what_follows(
     assert "".join(complete(model, prompt, 2, Sampling(), folder)) == shown
 
 
-def test_a_text_that_ends_with_a_replacement_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data has them in place of bytes that are no UTF-8, so a model may generate them."""
-    monkeypatch.setattr(trained, "generate", lambda *rest: iter((8, 9)))
-    folder = words(tmp_path / "words")
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text().replace('"w9"', '"\ufffd"'))
-    model = open_model(save(tmp_path, RECIPE, sets(BEGIN)), print)
-    assert "".join(complete(model, "w7", 2, Sampling(), folder)) == "w7 w8 \ufffd"
-
-
 TINY = """
 model: {{family: gpt2, layers: 1, hidden: 16, heads: 2}}
 data: {{path: {folder}/set, tokenizer: {folder}/bpe, sequence_length: 16}}

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from llmtrain.cli.main import main
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.comm.ranks import Ranks
 from llmtrain.inference import open as open_module
+from llmtrain.inference import trained
 from llmtrain.inference.generate import Sampling, draw
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.tensors import model_units
@@ -258,3 +260,16 @@ def test_sequences_shorter_than_the_positions(model: str, tmp_path: Path, capsys
         assert (found["sequence_length"], found["samples"]) == (length, samples)
     said = refused(capsys, *words, "--sequence-length", "33")
     assert "--sequence-length is 33; expected at most the model's positions, 32" in said
+
+
+def test_a_text_that_ends_with_a_replacement_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data has them in place of bytes that are no UTF-8, so a model may generate them."""
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "\ufffd": 2}, unk_token="one"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(trained, "generate", lambda *rest: iter((1, 2)))
+    model = SimpleNamespace(
+        model=SimpleNamespace(config=CONFIG), tokenizer=tmp_path, data=None, notice=lambda: None, folder=tmp_path
+    )
+    shown = trained.complete(model, "one", 2, Sampling(), None)  # type: ignore[arg-type]
+    assert "".join(shown) == "one two \ufffd"

@@ -1,14 +1,9 @@
-"""A run's metrics, console output and wandb log, through the logger that the loop uses."""
+"""A run's metrics and console output, through the logger that the loop uses."""
 
 import json
 import math
 import os
-import subprocess
-import sys
-import threading
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,62 +12,16 @@ from typing import Any
 import pytest
 import torch
 from llmtrain.errors import PreemptedError, RunFailedError
-from llmtrain.model.config import GPTConfig, ModelConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.traffic import Traffic
-from llmtrain.recipe.logging import LoggingConfig
-from llmtrain.recipe.schema import PrecisionConfig, Recipe, TrainConfig
-from llmtrain.telemetry import main_logger, wandb_sink
+from llmtrain.telemetry import main_logger
 from llmtrain.telemetry.about import RunInfo, describe, mixed_devices
 from llmtrain.telemetry.console import RunConsole
 from llmtrain.telemetry.logger import RunLogger
-from llmtrain.telemetry.metrics import Row, read_metrics
 from llmtrain.telemetry.run_file import checked_run_file, facts
-from llmtrain.telemetry.step_record import StepRecord
-from llmtrain_data.config import DataConfig
 
-MODEL = GPTConfig(
-    family="gpt2", layers=2, hidden=32, heads=2, kv_heads=2, ffn=128, positions=16, vocab=50, tie_embeddings=True,
-    norm_eps=1e-5, rope_theta=1e4, rotary_fraction=1.0, activation="gelu_tanh", dropout=0.0,
-)  # fmt: skip
-
-
-def recipe(steps: int = 10, **logging: Any) -> Recipe:
-    return Recipe(
-        name="tiny [run]",
-        model=ModelConfig(family="gpt2", layers=2, hidden=32, heads=2, vocab=50),
-        data=DataConfig(path="corpus", sequence_length=16),
-        train=TrainConfig(steps=steps, global_batch=4),
-        precision=PrecisionConfig(compute="fp32"),
-        logging=LoggingConfig(**{"every": 4, **logging}),
-    )
-
-
-def logger(folder: Path, of: Recipe, enabled: bool = True, world: int = 2) -> RunLogger:
-    device = torch.device("cpu")
-    about = RunInfo(device=device, model_state_bytes=77, unigram_entropy=4.0)
-    return RunLogger(folder, make_plan(of, Facts(world=world, device="cpu")), about, enabled)
-
-
-def record(step: int, **other: Any) -> StepRecord:
-    made = {"step": step, "tokens": step * 64, "loss": 5 / step, "lr": 1e-3, "grad_norm": 0.5, "seconds": 0.5}
-    return StepRecord(**{**made, **other})
-
-
-def train(log: RunLogger, first: int, last: int) -> None:
-    for step in range(first + 1, last + 1):
-        log.comm.add([Traffic("weights", "all_gather", "node", 1000, 500, packed=False)])
-        log.comm.add([Traffic("gradients", "all_to_all", "all", 2000, 1500, packed=True)])
-        log.step(record(step))
-        # Just before a logged step.
-        if step % 4 == 3:
-            log.comm.add([Traffic("weights", "all_gather", "node", 7, 7, packed=False)])
-            log.evaluation(step, "validation", 6 / step)
-
-
-def rows(folder: Path) -> list[Row]:
-    return read_metrics(folder / "metrics.jsonl")
+from tests.logged import logger, recipe, record, rows, train
 
 
 def test_rows_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,135 +306,3 @@ def test_the_best_measured_peak_of_all_starts_on_a_device_stays(
             log.start(0, [])
         kept.append(json.loads((tmp_path / "run.json").read_text())["measured_peak"])
     assert kept == [2e9, 2e9, 3e9, 1e9]
-
-
-def wandb_reads(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what wandb's own reader of transaction logs finds: the run's summary, and all its records."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json"]
-    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
-    texts = [
-        subprocess.run(
-            [*command, *more, str(folder)], capture_output=True, text=True, check=True, env=environment
-        ).stdout
-        for more in (["--summary"], [])
-    ]
-    return json.loads(texts[0]), [json.loads(line) for line in texts[1].splitlines()]
-
-
-def _item(record: dict[str, Any]) -> dict[str, Any]:
-    item: dict[str, Any] = record.get("history", {}).get("item", {})
-    return item
-
-
-def test_wandb_reads_its_offline_run_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    secret = "0123456789abcdef" * 2 + "01234567"
-    monkeypatch.setenv("WANDB_API_KEY", secret)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    with logger(tmp_path, recipe(wandb="offline", wandb_project="shelf")) as log:
-        log.start(0, [])
-        train(log, 0, 10)
-        log.end({})
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    summary, records = wandb_reads(folder)
-    assert summary["config"]["train"]["global_batch"] == 4
-    assert summary["config"]["checkpoint"]["async"] is True
-    history = [item for item in map(_item, records) if item]
-    losses = {item["step"]: item for item in history if "loss" in item}
-    logged = {row["step"]: row["loss"] for row in rows(tmp_path) if "event" not in row}
-    assert {step: item["loss"] for step, item in losses.items()} == logged
-    assert losses[8]["comm_bytes.weights.all_gather"] == 1000
-    validations = {item["step"]: item["validation/loss"] for item in history if "validation/loss" in item}
-    assert validations == {3: 6 / 3, 7: 6 / 7}
-    assert summary["summary"]["outcome"] == "finished"
-    assert "wandb failed" not in capsys.readouterr().out
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(secret.encode() in path.read_bytes() for path in files)
-
-
-@contextmanager
-def pretended_wandb(monkeypatch: pytest.MonkeyPatch, init: Any) -> Iterator[None]:
-    module = types.ModuleType("wandb")
-    module.Settings = lambda **keys: keys  # type: ignore[attr-defined]
-    module.setup = lambda settings: None  # type: ignore[attr-defined]
-    module.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr(wandb_sink, "_WAIT_AT_END", 0.2)
-    yield
-
-
-class _BrokenRun:
-    def define_metric(self, name: str, step_metric: str = "") -> None: ...
-
-    def log(self, values: dict[str, Any]) -> None:
-        raise RuntimeError("connection lost\nlong story")
-
-
-def _hangs(**arguments: Any) -> None:
-    threading.Event().wait(20)
-
-
-def _refuses(**arguments: Any) -> None:
-    raise SystemExit("bad key topsecret")
-
-
-@pytest.mark.parametrize(
-    ("init", "reason"),
-    [
-        (_refuses, "bad key [key]"),
-        (lambda **_: _BrokenRun(), "connection lost"),
-        (_hangs, "it did not finish in time"),
-    ],
-)
-def test_wandb_failing_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], init: Any, reason: str
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "topsecret")
-    with pretended_wandb(monkeypatch, init), logger(tmp_path, recipe(wandb="online")) as log:
-        log.start(0, [])
-        train(log, 0, 10)
-        log.end({})
-    printed = capsys.readouterr().out
-    assert printed.count("warning:") == 1
-    assert f"warning: wandb failed ({reason}); the run continues without it" in printed
-    assert rows(tmp_path)[-1]["outcome"] == "finished"
-
-
-def test_a_resumed_run_stays_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Run:
-        def __init__(self) -> None:
-            self.summary: dict[str, Any] = {}
-
-        def define_metric(self, name: str, step_metric: str = "") -> None: ...
-
-        def log(self, values: dict[str, Any]) -> None: ...
-
-        def finish(self, exit_code: int) -> None:
-            seen[-1]["exit_code"] = exit_code
-
-    def init(**arguments: Any) -> Run:
-        seen.append(arguments)
-        return Run()
-
-    for first in (0, 4):
-        with pretended_wandb(monkeypatch, init), logger(tmp_path, recipe(wandb="online")) as log:
-            log.start(first, [])
-            train(log, first, 10)
-            log.end({})
-    assert seen[0]["id"] == seen[1]["id"] == (tmp_path / "wandb" / "run-id").read_text().strip()
-    other = tmp_path / "other"
-    other.mkdir()
-    with pretended_wandb(monkeypatch, init), logger(other, recipe(wandb="online")) as log:
-        log.start(0, [])
-        log.end({})
-    assert seen.pop()["id"] != seen[0]["id"]
-    assert [(run["mode"], run["resume"], run["exit_code"]) for run in seen] == [("online", "allow", 0)] * 2
-    # A run that was told to stop goes on later, so it has not failed.
-    for error, code in ((PreemptedError(), 0), (KeyboardInterrupt(), 0), (RunFailedError("a rank died"), 1)):
-        with pretended_wandb(monkeypatch, init), suppress(type(error)), logger(other, recipe(wandb="online")) as log:
-            log.start(0, [])
-            raise error
-        assert seen[-1]["exit_code"] == code

@@ -17,6 +17,8 @@ from llmtrain.training import loop as loop
 from llmtrain.training import run as parts
 from llmtrain.training.passes import Passes
 from llmtrain.training.run import Run
+from llmtrain_data.config import DataConfig
+from llmtrain_data.dataset import open_split
 from llmtrain_data.errors import DataError
 from llmtrain_kernels import matmul
 from llmtrain_kernels.operators import constant
@@ -291,18 +293,11 @@ def test_run_starts_from_hugging_face_weights(train: Train, folder: Path) -> Non
     with torch.no_grad():
         theirs.transformer.wte.weight.mul_(30)
     theirs.save_pretrained(folder / "hf")
-    (folder / "tiny.yaml").write_text(
-        RECIPE.format(folder=folder).replace(
-            "family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64", f"hf: {folder}/hf"
-        )
-    )
+    sizes = "family: gpt2, layers: 4, hidden: 32, heads: 4, vocab: 64"
+    (folder / "tiny.yaml").write_text(RECIPE.format(folder=folder).replace(sizes, f"hf: {folder}/hf"))
     first = train("train.steps=5")[0]
-    from llmtrain_data.config import DataConfig
-    from llmtrain_data.dataset import open_split
-
-    batch = torch.from_numpy(
-        open_split(DataConfig(path=f"{folder}/set", sequence_length=16), "train").batch(1234, 0, 8)
-    )
+    samples = open_split(DataConfig(path=f"{folder}/set", sequence_length=16), "train")
+    batch = torch.from_numpy(samples.batch(1234, 0, 8))
     with torch.no_grad():
         logits = theirs(batch[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -56,7 +56,9 @@ def _refuse_part_of_list(key: str) -> None:
     whole = _PLACE.split(key, maxsplit=1)[0]
     item = None if whole == key else item_of(type_of(whole))
     if item is not None:
-        example = f"{{{next(iter(section_hints(item)))}: ...}}" if is_dataclass(item) else "..."
+        example = (
+            f"{{{next(iter(section_hints(item)))}: ...}}" if isinstance(item, type) and is_dataclass(item) else "..."
+        )
         raise BadInputError(f"{shown(key)} is a part of a list, which is set as a whole: {whole}=[{example}]")
 
 

@@ -33,8 +33,11 @@ def resumption(recipe: Recipe, plan: Plan) -> list[str]:
 
     folder = Path(plan.logging.dir, plan.name)
     # A start of the run takes what an earlier one has measured.
-    measured = {"train.attention": recipe.train.attention, "train.compile": recipe.train.compile}
-    measured["pipeline.split"] = recipe.pipeline.split
+    measured: dict[str, object] = {
+        "train.attention": recipe.train.attention,
+        "train.compile": recipe.train.compile,
+        "pipeline.split": recipe.pipeline.split,
+    }
     for checkpoint in reversed(step_folders(folder / "checkpoints")):
         # The run skips a damaged checkpoint, and says so.
         with suppress(DamagedError):
