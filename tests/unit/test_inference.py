@@ -265,7 +265,7 @@ def test_sequences_shorter_than_the_positions(model: str, tmp_path: Path, capsys
 def test_a_text_that_ends_with_a_replacement_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data has them in place of bytes that are no UTF-8, so a model may generate them."""
     tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "\ufffd": 2}, unk_token="one"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(trained, "generate", lambda *rest: iter((1, 2)))
     model = SimpleNamespace(

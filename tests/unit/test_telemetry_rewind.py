@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from llmtrain.telemetry import wandb_sink
 
-from tests.unit.test_telemetry_logger import wandb_reads
+from tests.unit.test_telemetry_wandb import wandb_reads
 
 
 def test_wandb_keeps_the_steps_after_a_rewind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
