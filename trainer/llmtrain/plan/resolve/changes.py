@@ -15,6 +15,8 @@ from llmtrain.recipe.zero import STAGES, PartitionConfig
 OFFLOADABLE = ("activations", "optimizer", "parameters")
 # A folder of which nothing is known but that there is one.
 ANY_VOLUME = "."
+# The most stages of a pipeline that are tried before tensor parallelism is tried with a pipeline.
+SMALL = 8
 # What keys of a recipe are set to.
 Values = dict[str, Any]
 
@@ -46,24 +48,26 @@ def changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
     """Yield the changes that may take less memory, those that cost least time first: single ones, pairs of them and
     the strongest together, and those that offload, alone and with others. What is offloaded is sharded first where
     there are replicas, each of which would else have all of it in its host's memory."""
-    sharding, activations, grids = _sharding(recipe, plan), list(_activations(recipe, plan)), list(_grids(recipe, plan))
+    sharding, activations = _sharding(recipe, plan), list(_activations(recipe, plan))
+    tensors = _tensors(recipe, plan)
     ahead = _not_ahead(plan)
     least, together = _fewest(activations)
     # Tensor parallelism splits all activations only with that of the sequence.
-    wide = [values | {"parallel.sequence": True} for values in grids if "parallel.tensor" in values][-1:]
+    wide = [values | {"parallel.sequence": True} for values in tensors[-1:]]
     for values in (
         *_whole_share(recipe),
         *ahead,
         *sharding,
         *activations,
-        *grids,
+        *tensors,
+        *_pipelines(recipe, plan, tensors),
         *(_merged([shard, fewer]) for fewer in least for shard in sharding),
         *map(_merged, combinations(least, 2)),
         *(_merged([*ahead[:1], fewer]) for fewer in least if ahead),
         *(_merged([*sharding[-1:], fewer]) for fewer in together),
         *wide,
         *(_merged([*sharding[-1:], *least, values]) for values in wide),
-        *_offloads(recipe, plan, sharding, [*least, *together], _tiers(recipe, plan)),
+        *_offloads(recipe, plan, sharding, [*least, *together]),
     ):
         yield Change.of(recipe, values)
 
@@ -74,7 +78,9 @@ def file_changes(recipe: Recipe, plan: Plan) -> Iterator[Change]:
         return
     least, together = _fewest(list(_activations(recipe, plan)))
     moved: Values = {f"offload.{key}": "nvme" for key in OFFLOADABLE if getattr(recipe.offload, key) == "host"}
-    further = _offloads(recipe, plan, _sharding(recipe, plan), [*least, *together], ("nvme",))
+    if len(moved) > 1 and "offload.optimizer" in moved:
+        yield Change.of(recipe, {"offload.optimizer": "nvme", "offload.paths": (ANY_VOLUME,)})
+    further = _offloads(recipe, plan, _sharding(recipe, plan), [*least, *together], files_alone=True)
     for values in (*([moved] if moved else ()), *further):
         yield Change.of(recipe, moved | values | {"offload.paths": (ANY_VOLUME,)})
 
@@ -180,16 +186,44 @@ def _activations(recipe: Recipe, plan: Plan) -> Iterator[Values]:
     yield from ({"train.microbatch": size} for size in range(plan.batch.microbatch - 1, 0, -1) if share % size == 0)
 
 
-def _grids(recipe: Recipe, plan: Plan) -> Iterator[Values]:
-    """Yield larger degrees of tensor parallelism, inside a node, then of pipeline parallelism; fewer replicas."""
+def _tensors(recipe: Recipe, plan: Plan) -> list[Values]:
+    """Return larger degrees of tensor parallelism, inside a node; fewer replicas."""
+    now, node = plan.grid.degree(Axis.TENSOR), _node(plan)
+    # Of another degree, some groups would have ranks of two nodes.
+    degrees = [degree for degree in range(2 * now, node + 1, now) if node % degree == 0]
+    return [values for degree in degrees if (values := _grid(recipe, plan, degree // now, 1))]
+
+
+def _pipelines(recipe: Recipe, plan: Plan, tensors: Sequence[Values]) -> Iterator[Values]:
+    """Yield larger degrees of pipeline parallelism, with fewer replicas; before the large ones, whose ranks idle
+    longer, those with the largest degree of `tensors` and sequence parallelism."""
+    grid, wide = plan.grid, tensors[-1:]
+    now = grid.degree(Axis.PIPELINE)
+    times = range(2, plan.model.layers // now + 1)
+    alone = {now * factor: values for factor in times if (values := _grid(recipe, plan, 1, factor))}
+    yield from (values for degree, values in alone.items() if degree <= SMALL)
+    for values in wide:
+        wider = values["parallel.tensor"] // grid.degree(Axis.TENSOR)
+        both = (_grid(recipe, plan, wider, factor) for factor in times)
+        yield from (values | {"parallel.sequence": True} for values in both if values)
+    yield from (values for degree, values in alone.items() if degree > SMALL)
+
+
+def _node(plan: Plan) -> int:
+    """Return the ranks of a machine."""
+    return min(plan.grid.world, plan.cluster.node.ranks if plan.cluster else plan.grid.world)
+
+
+def _grid(recipe: Recipe, plan: Plan, tensor: int, pipeline: int) -> Values:
+    """Return the change to `tensor` and `pipeline` times as many ranks along these axes; none if the replicas do not
+    divide."""
     grid = plan.grid
-    node = min(grid.world, plan.cluster.node.ranks if plan.cluster else grid.world)
-    for axis, most in ((Axis.TENSOR, node), (Axis.PIPELINE, plan.model.layers)):
-        now, replicas = grid.degree(axis), grid.degree(Axis.DATA)
-        for degree in range(2 * now, most + 1, now):
-            if replicas % (degree // now) == 0:
-                stated = {} if recipe.parallel.data == "auto" else {"parallel.data": replicas * now // degree}
-                yield {f"parallel.{axis.value}": degree} | stated
+    replicas, rest = divmod(grid.degree(Axis.DATA), tensor * pipeline)
+    if rest:
+        return {}
+    times = {axis: factor for axis, factor in ((Axis.TENSOR, tensor), (Axis.PIPELINE, pipeline)) if factor > 1}
+    stated = {} if recipe.parallel.data == "auto" else {"parallel.data": replicas}
+    return {f"parallel.{axis.value}": factor * grid.degree(axis) for axis, factor in times.items()} | stated
 
 
 def _fewest(activations: Sequence[Values]) -> tuple[list[Values], list[Values]]:
@@ -200,29 +234,42 @@ def _fewest(activations: Sequence[Values]) -> tuple[list[Values], list[Values]]:
 
 
 def _offloads(
-    recipe: Recipe, plan: Plan, sharding: Sequence[Values], activations: Sequence[Values], tiers: Sequence[str]
+    recipe: Recipe, plan: Plan, sharding: Sequence[Values], activations: Sequence[Values], files_alone: bool = False
 ) -> Iterator[Values]:
-    """Yield changes that offload to each of `tiers`: activations, where they are recomputed, optimizer states, and all
-    model states; then these to the first tier with each of `activations`."""
-    given = recipe.offload
-    if plan.recomputes and given.activations == "none":
-        yield from ({"offload.activations": tier} for tier in tiers)
-    optimizer = ("optimizer",) if given.optimizer == "none" else ()
-    every = (*optimizer, "parameters") if given.parameters == "none" else ()
-    states, unsharded = [keys for keys in (optimizer, every) if keys], list[Values]()
-    for keys in states:
-        for tier in tiers:
-            values = _merged([*_whole_share(recipe), {f"offload.{key}": tier for key in keys}])
-            least = 3 if "parameters" in keys else 1
-            if _stage(plan) < least and sharding:
-                unsharded.append(values)
-            else:
-                yield values
-            yield from (_merged([shard, values]) for shard in sharding if shard.get("zero.stage", least) >= least)
+    """Yield changes that offload activations, where they are recomputed, optimizer states, and all model states; then
+    those of states with each of `activations`. files_alone: whether to leave out those without files."""
+    tiers = ("host", "nvme") if files_alone else _tiers(recipe, plan)
+    states = [moved for moved in _states(recipe, tiers) if not files_alone or "nvme" in moved.values()]
+    if plan.recomputes and recipe.offload.activations == "none":
+        yield from ({"offload.activations": tier} for tier in tiers[1 if files_alone else 0 :])
+    unsharded = list[Values]()
+    for moved in states:
+        values = _merged([*_whole_share(recipe), moved])
+        least = 3 if "offload.parameters" in moved else 1
+        if _stage(plan) < least and sharding:
+            unsharded.append(values)
+        else:
+            yield values
+        yield from (_merged([shard, values]) for shard in sharding if shard.get("zero.stage", least) >= least)
     yield from unsharded
-    for keys in states:
-        values = _merged([*sharding[-1:], *_whole_share(recipe), {f"offload.{key}": tiers[0] for key in keys}])
+    for moved in states:
+        values = _merged([*sharding[-1:], *_whole_share(recipe), moved])
         yield from (values | fewer for fewer in activations)
+
+
+def _states(recipe: Recipe, tiers: Sequence[str]) -> Iterator[Values]:
+    """Yield what offloads optimizer states to `tiers`, and what offloads all model states. Optimizer states go to files
+    first: they move once a step, and weights and gradients for each microbatch."""
+    given = recipe.offload
+    if given.optimizer == "none":
+        yield from ({"offload.optimizer": tier} for tier in tiers)
+    if given.parameters != "none":
+        return
+    least = tiers.index(given.optimizer) if given.optimizer in tiers else 0
+    for place, tier in enumerate(tiers):
+        for below in tiers[max(place, least) :]:
+            moved = {} if below == given.optimizer else {"offload.optimizer": below}
+            yield {**moved, "offload.parameters": tier}
 
 
 def _tiers(recipe: Recipe, plan: Plan) -> tuple[str, ...]:
