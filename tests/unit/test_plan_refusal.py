@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from llmtrain.cluster.load import given_cluster
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.resolve.changes import changes
+from llmtrain.plan.resolve.changes import changes, file_changes
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.load import load_recipe
 from llmtrain_data import units
@@ -79,6 +80,8 @@ def test_the_advice_followed_fits(
     advised = re.search(r"; set (.*), which needs (.*) \(--force", error)
     assert advised, error
     assert advised[1] == advice
+    # Memory of the host is named where states leave for it.
+    assert ("of the host's memory" in advised[2]) is ("offload." in advice)
     followed = {key.split("=")[0]: key for key in (*keys, *advised[1].split())}
     code, found, error = planned(capsys, *followed.values(), memory, "--ranks", "8")
     assert (code, error, found["memory"]["excess"]) == (0, "", 0)
@@ -157,6 +160,66 @@ def test_files_where_no_volume_is_named(given: str, capsys: pytest.CaptureFixtur
     followed = {key.split("=")[0]: key for key in (*keys, *advised[1].split())}
     code, found, error = planned(capsys, *followed.values(), *memory, "--ranks", "8")
     assert (code, error, found["memory"]["excess"]) == (0, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            (),
+            [
+                "offload.optimizer=host",
+                "offload.optimizer=nvme",
+                "offload.optimizer=host offload.parameters=host",
+                "offload.optimizer=nvme offload.parameters=host",
+                "offload.optimizer=nvme offload.parameters=nvme",
+            ],
+        ),
+        (
+            (OFFLOAD,),
+            [
+                "offload.parameters=host",
+                "offload.optimizer=nvme offload.parameters=host",
+                "offload.optimizer=nvme offload.parameters=nvme",
+            ],
+        ),
+        (("offload.optimizer=nvme",), ["offload.parameters=host", "offload.parameters=nvme"]),
+    ],
+    ids=str,
+)
+def test_optimizer_states_go_to_files_before_weights(given: tuple[str, ...], expected: list[str]) -> None:
+    keys = ("train.microbatch=1", "activation_checkpointing=full", "cluster.node.nvme=[{path: /scratch}]", *given)
+    recipe = load_recipe("tiny.yaml", [cluster(None, ranks=1), *keys])
+    plan = make_plan(recipe, Facts(world=1, device="cuda", cluster=given_cluster(recipe.cluster)))
+    found = [" ".join(change.keys) for change in changes(recipe, plan)]
+    assert [keys for keys in found if "offload.activations" not in keys] == expected
+
+
+def test_files_for_optimizer_states_alone_where_no_volume_is_named() -> None:
+    keys = ("train.microbatch=1", "activation_checkpointing=full", "offload.optimizer=host", "offload.parameters=host")
+    recipe = load_recipe("tiny.yaml", [cluster(None, ranks=1), *keys])
+    plan = make_plan(recipe, Facts(world=1, device="cuda", cluster=given_cluster(recipe.cluster)))
+    first, second, *_ = file_changes(recipe, plan)
+    assert first.keys == ("offload.optimizer=nvme", "offload.paths=[.]")
+    assert second.keys == ("offload.optimizer=nvme", "offload.parameters=nvme", "offload.paths=[.]")
+
+
+def test_degrees_of_a_node_before_long_pipelines() -> None:
+    """A tensor-parallel degree that divides a node, short pipelines, both, and then longer pipelines."""
+    keys = ("train.microbatch=1", "train.global_batch=96", "activation_checkpointing=full", "model.layers=24")
+    recipe = load_recipe("tiny.yaml", [cluster(None, ranks=8), *keys, "zero.stage=3", "parallel.data=48"])
+    plan = make_plan(recipe, Facts(world=48, device="cuda", ranks_per_node=8, cluster=given_cluster(recipe.cluster)))
+    found = [" ".join(change.keys) for change in changes(recipe, plan)]
+    both = [
+        f"parallel.tensor=8 parallel.pipeline={pipeline} parallel.data={6 // pipeline} parallel.sequence=true"
+        for pipeline in (2, 3, 6)
+    ]
+    assert found[: found.index("parallel.tensor=8 parallel.data=6 parallel.sequence=true")] == [
+        *(f"parallel.tensor={tensor} parallel.data={48 // tensor}" for tensor in (2, 4, 8)),
+        *(f"parallel.pipeline={pipeline} parallel.data={48 // pipeline}" for pipeline in (2, 3, 4, 6, 8)),
+        *both,
+        *(f"parallel.pipeline={pipeline} parallel.data={48 // pipeline}" for pipeline in (12, 16, 24)),
+    ]
 
 
 def test_changes_in_their_order() -> None:

@@ -41,6 +41,11 @@ class RoleMemory:
         return sum(self.device.values())
 
     @property
+    def offloaded(self) -> int:
+        """Bytes of the host's memory that offload takes."""
+        return sum(size for name, size in self.host.items() if name not in _NOT_OFFLOADED)
+
+    @property
     def model_states(self) -> int:
         """Bytes of model states on the device."""
         return sum(self.device[name] for name in _MODEL_STATES)
@@ -207,6 +212,9 @@ def _moments(plan: Plan, role: Role) -> Iterator[dict[str, int]]:
             "temporaries": gradient + backward_bytes(plan),
         }
 
+
+_NOT_OFFLOADED = ("process", "checkpoint_copies", "checkpoint_buffers")
+"""What a rank takes in its host's memory whether it offloads or not."""
 
 _MODEL_STATES = ("weights", "gradients", "optimizer", "secondary", "replicated")
 """Model states, which last as long as the run."""

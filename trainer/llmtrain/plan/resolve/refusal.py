@@ -68,10 +68,11 @@ def refusal(recipe: Recipe, facts: Facts, plan: Plan, budget: Budget | None = No
 
 
 def _needed(plan: Plan, before: Budget, after: Budget) -> str:
-    """Return the bytes of the memory that lacked, and those of a node's host where more move there than its description
-    states."""
+    """Return the bytes of the memory that lacked, and those of a node's host where more is offloaded to it and its
+    description states no memory."""
     needed = units.size(after.fullest.total if before.excess else after.host)
-    if after.host_limit is not None or after.host <= before.host:
+    offloaded = [max(row.offloaded for row in budget.rows) for budget in (before, after)]
+    if after.host_limit is not None or offloaded[1] <= offloaded[0]:
         return needed
     ranks = min(plan.grid.world, plan.cluster.node.ranks if plan.cluster else plan.grid.world)
     return f"{needed}, and {units.size(after.host * ranks)} of the host's memory of a node"
