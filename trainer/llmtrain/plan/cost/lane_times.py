@@ -1,5 +1,6 @@
 """Least times of the lanes that move and step offloaded states and activations: each volume and the host link in both
-directions, and AdamW. Each is computed from the bytes of a step and a described rate. No torch in here."""
+directions, AdamW, and sums of gradients. Each is computed from the bytes of a step and a described rate. No torch in
+here."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,20 +9,23 @@ from typing import Any, Literal
 
 from llmtrain.cluster.layout import Axis
 from llmtrain.cluster.quantity import quantity
+from llmtrain.plan.cost.gradient_sums import summed_on_host
 from llmtrain.plan.cost.link_traffic import link_traffic
 from llmtrain.plan.cost.optimizer_traffic import stepped_by_cpu, stepped_by_device
-from llmtrain.plan.cost.volume_traffic import MovedOf
+from llmtrain.plan.cost.volume_traffic import MovedOf, first_like
 from llmtrain.plan.per_rank.near_volumes import socket_of
 from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.by_rank import ProgramsOf
 
 LINK, CPU, DEVICE = "host link", "AdamW on the CPU", "AdamW on the device"
+SUMS = "sums of gradients on the CPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneTime:
-    """A volume (its folder is the name), the host link, or AdamW, which does one thing at a time in each way.
+    """A volume (its folder is the name), the host link, AdamW, or the sums of gradients. Each does one thing at a time
+    in each way.
 
     nbytes: bytes that all ranks which share it move in a step. ranks: number of these ranks. rate: bytes per second;
     None if the cluster file does not state it. key: the key of the cluster file that states the rate.
@@ -55,7 +59,7 @@ class LaneTime:
 def lane_times(plan: Plan, programs: ProgramsOf, moved: MovedOf) -> list[LaneTime]:
     """Return the lanes that move something in a step. programs: of the ranks. moved: what they move from and to
     volumes."""
-    found = [*_volumes(plan, moved), *_link(plan, programs), *_steps(plan)]
+    found = [*_volumes(plan, moved), *_link(plan, programs), *_steps(plan), _sums(plan, programs)]
     return [lane for lane in found if lane.nbytes]
 
 
@@ -123,6 +127,12 @@ def _steps(plan: Plan) -> Iterator[LaneTime]:
     yield LaneTime(
         name=DEVICE, way="read and written", nbytes=nbytes, ranks=1, rate=rates.device, key="accelerator.bandwidth"
     )
+
+
+def _sums(plan: Plan, programs: ProgramsOf) -> LaneTime:
+    nbytes, ranks = _most_of_a_node(plan, lambda rank: summed_on_host(plan, rank, programs(first_like(plan, rank))))
+    rate = described_rates(plan).host
+    return LaneTime(name=SUMS, way="read and written", nbytes=nbytes, ranks=ranks, rate=rate, key="node.host.bandwidth")
 
 
 def _rate(text: str | None) -> float | None:

@@ -25,14 +25,14 @@ MovedOf = Callable[[int], Mapping[str, Moved]]
 def moved_of(plan: Plan, programs: ProgramsOf) -> MovedOf:
     """Return a function that returns `volume_traffic` of a rank of the run, and counts it once."""
 
-    @cache
-    def of_rank(rank: int) -> dict[str, Moved]:
-        # Data-parallel ranks have the same program, which takes long to make.
-        axes = (Axis.PIPELINE, Axis.TENSOR)
-        first = sum(plan.grid.group_of(0, axis)[plan.grid.coordinate(rank, axis)] for axis in axes)
-        return volume_traffic(plan, rank, programs(first))
+    return cache(lambda rank: volume_traffic(plan, rank, programs(first_like(plan, rank))))
 
-    return of_rank
+
+def first_like(plan: Plan, rank: int) -> int:
+    """Return the first of the data-parallel ranks of a rank of the run. They have the same program, which takes long to
+    make."""
+    axes = (Axis.PIPELINE, Axis.TENSOR)
+    return sum(plan.grid.group_of(0, axis)[plan.grid.coordinate(rank, axis)] for axis in axes)
 
 
 def volume_traffic(plan: Plan, rank: int, programs: Programs) -> dict[str, Moved]:
