@@ -36,6 +36,10 @@ def stripes(regions: Sequence[int], bandwidths: Sequence[float]) -> list[list[St
 
 def striped(regions: Iterable[int], bandwidths: Sequence[float]) -> Iterator[list[int]]:
     """Yield the bytes of each region that lie on each volume. regions, bandwidths: see `stripes`."""
+    if len(bandwidths) == 1:
+        # There may be hundreds of thousands of regions.
+        yield from ([nbytes] for nbytes in regions)
+        return
     ends, total, together = [0] * len(bandwidths), 0, sum(bandwidths)
     for nbytes in regions:
         total += nbytes

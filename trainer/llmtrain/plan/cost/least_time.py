@@ -9,7 +9,7 @@ from llmtrain.plan.cost.lane_times import CPU, LINK, LaneTime, busiest, volume_p
 from llmtrain.plan.cost.optimizer_traffic import resident_step_bytes
 from llmtrain.plan.flops import datasheet_peak
 from llmtrain.plan.per_rank.states import most_states
-from llmtrain.plan.pipeline.layer_split import stage_costs
+from llmtrain.plan.pipeline.layer_split import recomputed_flops, stage_costs
 from llmtrain.plan.plan import Plan
 
 
@@ -38,7 +38,7 @@ def least_time(plan: Plan, found: Sequence[LaneTime]) -> LeastTime:
     peak = None if accelerator is None else compute_peak(plan, accelerator)
     rate = None if accelerator is None else accelerator.bandwidth
     return LeastTime(
-        None if peak is None else _computed(plan) / plan.grid.world / peak,
+        None if peak is None else computed_flops(plan) / plan.grid.world / peak,
         None if rate is None else resident_step_bytes(plan, most_states(plan)) / quantity(rate, "byte/s"),
         busiest(found, CPU),
         busiest(found, *volume_paths(plan)),
@@ -46,13 +46,14 @@ def least_time(plan: Plan, found: Sequence[LaneTime]) -> LeastTime:
     )
 
 
-def _computed(plan: Plan) -> float:
-    """Return the FLOPs that all ranks compute in a step."""
+def computed_flops(plan: Plan) -> float:
+    """Return the FLOPs that all ranks compute in a step, at least."""
     costs = stage_costs(plan.model, plan.batch.sequence_length)
-    # A third of the FLOPs are in the forward pass.
-    again = costs.layer / 3 if plan.recomputes else 0.0
-    layers = plan.model.layers * (costs.layer + again)
-    return plan.batch.tokens * (costs.embedding + layers + costs.head)
+    within, ends = (recomputed_flops(plan.model, plan.batch.sequence_length, end) for end in (False, True))
+    layouts = [layout for stage_layouts in plan.pipeline.stages for layout in stage_layouts]
+    groups = [len(group) for layout in layouts for group in layout.groups]
+    again = sum((size - 1) * within + ends for size in groups)
+    return plan.batch.tokens * (costs.embedding + plan.model.layers * costs.layer + again + costs.head)
 
 
 def step_threads(plan: Plan) -> int | None:

@@ -16,7 +16,7 @@ from llmtrain.plan.cost.least_time import compute_peak
 from llmtrain.plan.cost.offload_simulation import Computation, Order, Rates, simulate_steps
 from llmtrain.plan.cost.optimizer_traffic import UPDATED_TOGETHER, stepped_by_cpu, stepped_by_device
 from llmtrain.plan.per_rank.rank_units import rank_units
-from llmtrain.plan.pipeline.layer_split import stage_costs
+from llmtrain.plan.pipeline.layer_split import recomputed_flops, stage_costs
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.program.offload_moves import Moves, bucket_moves
 
@@ -69,8 +69,14 @@ def rank_computation(plan: Plan, rank: int) -> Computation | None:
     names = [unit.name for unit in rank_units(plan, rank)]
     of_unit = {"embedding": costs.embedding, "head": costs.head}
     forward = [of_unit.get(name, costs.layer) * seconds for name in names]
-    again = [plan.recomputes and name not in of_unit for name in names]
-    backward = [(2 + more) * one for one, more in zip(forward, again, strict=True)]
+    groups = [group for layout in plan.stages_of(rank) for group in layout.groups]
+    # What recomputation repeats of each block.
+    again = {
+        f"blocks.{block}": 3 * seconds * recomputed_flops(plan.model, batch.sequence_length, block == group[-1])
+        for group in groups
+        for block in group
+    }
+    backward = [2 * one + again.get(name, 0.0) for name, one in zip(names, forward, strict=True)]
     return Computation(forward, backward, batch.microbatches, _runs(plan, rank, names))
 
 

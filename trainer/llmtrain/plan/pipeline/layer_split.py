@@ -41,6 +41,15 @@ def stage_costs(config: GPTConfig, sequence_length: int) -> StageCosts:
     )
 
 
+def recomputed_flops(config: GPTConfig, sequence_length: int, ends: bool) -> float:
+    """Return the FLOPs per token that the recomputation of a block repeats, which has no random numbers. ends: whether
+    the block is the last of its group, whose last product nothing needs again."""
+    # A third of the FLOPs are in the forward pass.
+    forward = stage_costs(config, sequence_length).layer / 3
+    # The mask of dropout follows the last product.
+    return forward - (2.0 * config.hidden * config.ffn if ends and not config.dropout else 0.0)
+
+
 def split_layers(
     layers: int,
     ranks: int,
