@@ -13,6 +13,7 @@ from llmtrain_data.prefix import prefix_advice
 from llmtrain_kernels.attention.choice import lack
 from llmtrain_kernels.quantize.packed_size import LARGEST_GPU_BLOCK
 
+from llmtrain.cluster.memory import stated_host_memory
 from llmtrain.cluster.topology import placement_advice
 from llmtrain.errors import BadInputError
 from llmtrain.model.config import GPTConfig, may_differ
@@ -20,9 +21,12 @@ from llmtrain.model.presets import PRESETS
 from llmtrain.optim.config import OptimizerConfig, PrecisionConfig, SpikeConfig
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import lack_of_bf16
+from llmtrain.plan.memory.memory_budget import host_memory
 from llmtrain.plan.offload import Offload
+from llmtrain.plan.per_rank.rank_activations import boundary_bytes
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
 from llmtrain.plan.per_rank.rank_units import rank_units
+from llmtrain.plan.per_rank.roles import roles
 from llmtrain.plan.pipeline.schedules import schedule_warning
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve.gradient_dtype import gradient_dtype_problem
@@ -227,11 +231,22 @@ def _moved_often(plan: Plan) -> Iterator[str]:
     gradients = any(placement.gradients_on in elsewhere for placement in placements.values())
     if weights or gradients:
         what = " and ".join(["weights"] * weights + ["gradients"] * gradients)
-        yield (
-            f"offloaded {what} move for each of the {microbatches} microbatches of a step; "
-            "pipeline.schedule=breadth-first moves them once, and keeps the inputs of layers of all microbatches, on "
-            "the host with offload.activations=host"
-        )
+        if instead := _moved_once(plan):
+            yield f"offloaded {what} move for each of the {microbatches} microbatches of a step; {instead}"
+
+
+def _moved_once(plan: Plan) -> str | None:
+    """Return how offloaded weights and gradients move less often, where what that keeps has room."""
+    once = "pipeline.schedule=breadth-first moves them once, and keeps the inputs of layers of all microbatches, "
+    host, (role,) = stated_host_memory(plan.cluster, plan.grid.world), roles(plan)[:1]
+    inputs = plan.batch.microbatches * plan.model.layers * boundary_bytes(plan)
+    if host is None or plan.device == "cpu" or sum(host_memory(plan, role).values()) + inputs <= host.size:
+        return f"{once}on the host with offload.activations=host"
+    if plan.sharding.offload.paths or (plan.cluster and plan.cluster.node.nvme):
+        return f"{once}in files with offload.activations=nvme"
+    if plan.recomputes:
+        return None
+    return "a larger train.microbatch with activation_checkpointing=full moves them less often"
 
 
 def _unused(recipe: Recipe, plan: Plan) -> Iterator[str]:
