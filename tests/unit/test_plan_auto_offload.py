@@ -65,6 +65,69 @@ def test_sums_of_gradients_stay_where_they_fit() -> None:
     assert (on("1.2GB"), on("3GB")) == ("host", "none")
 
 
+VOLUME = "cluster.node.nvme=[{path: /scratch, bandwidth: 1GB/s}]"
+IN_FILES = (VOLUME, "offload.optimizer=nvme", "offload.parameters=nvme")
+SMALL_HOST = "cluster.node.host.memory=4GB"
+
+
+@pytest.mark.parametrize(("host", "gradients"), [("100GB", "host"), ("2GB", "nvme"), ("null", "nvme")])
+def test_sums_of_gradients_rest_on_a_host_with_room_for_them(host: str, gradients: str) -> None:
+    """Weights rest in files. On the device, the sums have no room."""
+    plan = made(*IN_FILES, "cluster.accelerator.memory=1.2GB", f"cluster.node.host.memory={host}")
+    assert plan.record["offload"]["gradients"] == gradients
+    assert not memory_budget(plan).exceeds
+
+
+SIZES = ("activation_checkpointing=auto", "train.microbatch=auto", "train.global_batch=64")
+
+
+@pytest.mark.parametrize(
+    ("memory", "key", "recomputes"),
+    [
+        ("1.4GB", "cluster.accelerator.peak={bf16: 100TFLOP/s}", True),
+        ("1.4GB", "cluster.accelerator.peak={bf16: 1TFLOP/s}", False),
+        # Without its rate, the link counts with its bytes.
+        ("1.4GB", "cluster.accelerator.host_link=null", True),
+        ("80GB", "pipeline.schedule=breadth-first", False),
+        ("4GB", "offload.parameters=none", False),
+    ],
+)
+def test_larger_microbatches_pay_for_recomputation_where_the_link_is_slow(
+    memory: str, key: str, recomputes: bool
+) -> None:
+    """Weights and gradients move for each microbatch."""
+    keys = (*SIZES, f"cluster.accelerator.memory={memory}", key)
+    plan = made(*keys)
+    other = made(*keys[1:], f"activation_checkpointing={'none' if recomputes else 'full'}")
+    assert (plan.recomputes, other.recomputes) == (recomputes, not recomputes)
+    assert (plan.batch.microbatch > other.batch.microbatch) is recomputes
+    if recomputes:
+        assert busiest(plan) < 0.75 * busiest(other)
+    Path("again.yaml").write_text(to_yaml(plan.record))
+    assert make_plan(*described_run("again.yaml", [], 1)) == plan
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("cluster.node.host.memory=null",), "on the host with offload.activations=host"),
+        ((), "on the host with offload.activations=host"),
+        ((SMALL_HOST, VOLUME), "in files with offload.activations=nvme"),
+        ((SMALL_HOST,), None),
+        ((SMALL_HOST, "activation_checkpointing=none"), "larger train.microbatch with"),
+    ],
+    ids=str,
+)
+def test_breadth_first_is_advised_where_what_it_keeps_has_room(keys: tuple[str, ...], said: str | None) -> None:
+    stated = ("cluster.accelerator.memory=1.6GB", "train.global_batch=256", "offload.gradients=host")
+    recipe, facts = described_run("recipe.yaml", (*stated, *keys), 1)
+    plan = make_plan(recipe, facts)
+    assert not memory_budget(plan).host_excess
+    found = [one for one in advice(recipe, plan) if "move for each" in one]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
 @pytest.mark.parametrize(
     ("memory", "keys", "moved"),
     [

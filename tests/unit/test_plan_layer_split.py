@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import floor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,8 @@ from llmtrain.model.presets import PRESETS
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.pipeline.actions import Schedule
 from llmtrain.plan.pipeline.layer_split import StageCosts, shares, split_layers, stage_costs
+from llmtrain.plan.resolve.described import described_run
+from llmtrain.plan.resolve.make import make_plan
 
 
 def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -122,3 +125,15 @@ def test_costs_sum_to_the_models_flops(preset: str) -> None:
     hidden_by_mask = 6 * config.layers * config.hidden * 1024
     split = [config.layers // 2, config.layers - config.layers // 2]
     assert sum(costs.of(split)) == flops_per_token(config, 1024) - hidden_by_mask
+
+
+def test_a_recomputed_layer_costs_a_third_more(tmp_path: Path) -> None:
+    """And the head, which costs as much as four layers, does not."""
+    (tmp_path / "tiny.yaml").write_text(
+        "model: {family: llama, layers: 12, hidden: 64, heads: 2, ffn: 128, vocab: 2688, tie_embeddings: false}\n"
+        "data: {path: set, sequence_length: 32}\ntrain: {global_batch: 8, microbatch: 1}\nparallel: {pipeline: 2}\n"
+    )
+    for recomputed, expected in (("none", (8, 4)), ("full", (7, 5)), ("{every: 2}", (7, 5))):
+        keys = [f"activation_checkpointing={recomputed}"]
+        plan = make_plan(*described_run(str(tmp_path / "tiny.yaml"), keys, 2))
+        assert plan.pipeline.layers == expected

@@ -76,8 +76,9 @@ class Recipe:
 
     seed: seed of the weights, the order of the data and dropout. activation_checkpointing: none; full (each block is
     recomputed on its own); {every: k} (k blocks at a time; [j, k] gives the number of each stage of a pipeline); auto
-    (none if that fits accelerator.memory of the cluster; else k is, for each stage, the factor of its number of
-    layers nearest its square root; AxoNN, section V; or full where a larger microbatch then fits). cluster: description
+    (none if that fits accelerator.memory of the cluster, and takes no longer where offloaded weights or gradients move
+    for each microbatch; else full, or, where a larger microbatch then fits or no memory is stated, k is, for each
+    stage, the factor of its number of layers nearest its square root; AxoNN, section V). cluster: description
     of the machines: a file, the name of a shipped description, or the description itself; auto: each machine is a node
     of the ranks that were started on it, and a run on GPUs of one machine, all alike, has their memory, by NVIDIA's
     driver, and seven eighths of the machine's.

@@ -5,12 +5,9 @@ the memory better; the most of that part that the host has spare memory for; the
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
 
 from llmtrain.cluster.memory import stated_host_memory
-from llmtrain.plan.cost.lane_times import CPU, DEVICE, LaneTime, lane_times
-from llmtrain.plan.cost.volume_traffic import moved_of
 from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
 from llmtrain.plan.per_rank.rank_buckets import steps_ahead
 from llmtrain.plan.per_rank.roles import roles
@@ -40,24 +37,6 @@ def least_share(plan: Plan) -> float:
         return not memory_budget(other, programs).excess
 
     return bisect_left(range(STEPS), True, key=fits) / STEPS
-
-
-def shortest_lanes(*plans: Plan) -> Plan:
-    """Return the plan, of some of one run, whose busiest lane takes the least time, or moves the least bytes where a
-    rate is not known."""
-    found = []
-    for plan in plans:
-        programs = programs_of(plan)
-        found.append(lane_times(plan, programs, moved_of(plan, programs)))
-    known = all(lane.rate is not None for lanes in found for lane in lanes)
-
-    def longest(lanes: Sequence[LaneTime]) -> float:
-        if known:
-            return max((lane.seconds or 0.0 for lane in lanes), default=0.0)
-        # A CPU has no link, and the rate of its memory may be unknown.
-        return max((lane.nbytes for lane in lanes if lane.name not in (CPU, DEVICE)), default=0)
-
-    return min(zip(plans, found, strict=True), key=lambda one: longest(one[1]))[0]
 
 
 def most_spare(plan: Plan) -> float:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from math import sqrt
 from typing import Literal
 
 from llmtrain.cluster.layout import Axis, Layout
 from llmtrain.cluster.levels import Degrees, levels_of
-from llmtrain.cluster.memory import stated_memory
+from llmtrain.cluster.memory import stated_host_memory, stated_memory
 from llmtrain.cluster.tiers import Tier, axis_tiers
 from llmtrain.cluster.topology import stage_speeds
 from llmtrain.errors import BadInputError
@@ -18,6 +17,7 @@ from llmtrain.model.tensors import model_units
 from llmtrain.optim.config import AdamW, LossScaling, PrecisionConfig
 from llmtrain.plan.activation_offload import ActivationOffload
 from llmtrain.plan.checkpointing import checkpointing
+from llmtrain.plan.cost.quickest import quickest, waits_for_moves
 from llmtrain.plan.degrees import ZeroSettings, zero_settings
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.memory.memory_budget import memory_budget, surely_exceeds
@@ -33,10 +33,10 @@ from llmtrain.plan.placement import OptimizerBackend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
-from llmtrain.plan.resolve.auto_batch import MOST, microbatches, with_batch_that_fits, with_least
+from llmtrain.plan.resolve.auto_batch import MOST, batches_that_fit, microbatches, moves_often, with_least
 from llmtrain.plan.resolve.auto_partition import with_larger_parts
 from llmtrain.plan.resolve.auto_resident import Filling
-from llmtrain.plan.resolve.auto_share import keeps_weights_ahead, least_share, most_spare, shortest_lanes
+from llmtrain.plan.resolve.auto_share import keeps_weights_ahead, least_share, most_spare
 from llmtrain.plan.resolve.kernels import kernels_of
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.plan.resolve.tensor_check import tensor_problems
@@ -65,23 +65,31 @@ def make_plan(recipe: Recipe, facts: Facts) -> Plan:
 
 def _with_batch(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe with the microbatch and the activation checkpointing that it leaves open."""
-    made = partial(_plan, facts=facts), partial(_with_share, facts=facts)
-    return with_most_staying(_with_gradients(with_batch_that_fits(recipe, facts, *made), facts))
+    batches = batches_that_fit(recipe, facts, _plan, _with_share)
+    plan = _with_gradients(next(batches), facts)
+    # The other one computes more, and is planned only where that may pay.
+    if moves_often(recipe, facts) and waits_for_moves(plan) and (other := next(batches, None)) is not None:
+        plan = quickest(plan, _with_gradients(other, facts))
+    return with_most_staying(plan)
 
 
 def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:
-    """Return the plan of a recipe. Sums of gradients stay on the device where the recipe leaves that open, they fit
-    the stated memory, and less moves."""
+    """Return the plan of a recipe. Where the recipe leaves open where sums of gradients rest, they rest with the
+    weights, or in memory that is stated and that they fit, if less time is spent on moves."""
     plan, given = _with_spare(recipe, facts), recipe.offload
     decided = offload_of(recipe, facts.device, plan.compute).gradients
-    if given.gradients != "auto" or decided == "none" or stated_memory(facts.cluster) is None:
+    if given.gradients != "auto" or decided == "none":
         return plan
+    plans = [plan]
+    if decided == "nvme" and facts.device != "cpu" and stated_host_memory(facts.cluster, facts.world) is not None:
+        plans.append(_with_spare(replace(recipe, offload=replace(given, gradients="host")), facts))
     staying = replace(recipe, offload=replace(given, gradients="none"))
-    if surely_exceeds(_plan(with_least(staying), facts)):
+    if stated_memory(facts.cluster) is not None and not surely_exceeds(_plan(with_least(staying), facts)):
+        plans.append(_with_spare(staying, facts))
+    if len(plans) == 1:
         return plan
-    plans = [plan, _with_spare(staying, facts)]
     lacking = [budget.excess + budget.host_excess for budget in map(memory_budget, plans)]
-    return shortest_lanes(*(one for one, lacks in zip(plans, lacking, strict=True) if lacks == min(lacking)))
+    return quickest(*(one for one, lacks in zip(plans, lacking, strict=True) if lacks == min(lacking)))
 
 
 def _with_spare(recipe: Recipe, facts: Facts) -> Plan:
@@ -113,7 +121,7 @@ def _with_share(recipe: Recipe, facts: Facts) -> Plan:
     filled = _plan(replace(recipe, offload=replace(given, share=1.0)), facts)
     zero = replace(recipe.zero, resident=filled.sharding.resident)
     first = _plan(replace(recipe, zero=zero, offload=replace(given, share=least_share(filled))), facts)
-    return shortest_lanes(least, first)
+    return quickest(least, first)
 
 
 def _plan(recipe: Recipe, facts: Facts) -> Plan:
@@ -251,6 +259,9 @@ def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, 
     if schedule.stages == 1:
         return (model.layers,)
     given, costs = recipe.pipeline, stage_costs(model, recipe.data.sequence_length)
+    if recipe.activation_checkpointing != "none":
+        # A third of a layer's work is in the forward pass. The head is not recomputed.
+        costs = replace(costs, layer=costs.layer * 4 / 3)
     speeds = facts.speeds or stage_speeds(facts.cluster, grid)
     return split_layers(
         model.layers, schedule.ranks, given.split, costs, speeds, given.alpha, schedule.chunks, schedule.folded
