@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -181,20 +180,13 @@ class Workers:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def stops_held_back() -> Iterator[None]:
-    """Hold back the signals of STOPS; the end of the block raises what one that has come raises."""
+def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
+    """Submit a chunk. Block signals meanwhile: they must not interrupt the start of a worker process."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        yield
+        return pool.submit(_work, chunk)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _submit(pool: "ProcessPoolExecutor", chunk: Chunk) -> Future[Encoded]:
-    """Submit a chunk. No signal must interrupt the start of a worker process."""
-    with stops_held_back():
-        return pool.submit(_work, chunk)
 
 
 def in_order(submit: Callable[[Chunk], Future[Encoded]], chunks: Iterator[Chunk], workers: int) -> Iterator[Encoded]:

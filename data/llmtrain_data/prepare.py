@@ -16,7 +16,7 @@ import numpy as np
 from llmtrain_data import units
 from llmtrain_data.checksums import Encoding
 from llmtrain_data.corpus import Corpus, no_text
-from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder, stops_held_back
+from llmtrain_data.encode import ENCODERS, STOPS, DocumentFormat, Encoded, Encoder, choose_encoder
 from llmtrain_data.errors import DataError, PreparationStoppedError
 from llmtrain_data.indexed import IndexedWriter, bin_path, idx_path, partial_paths, token_dtype
 from llmtrain_data.output import Terminal
@@ -139,12 +139,30 @@ def _writing(prefix: Path, dtype: np.dtype[Any], encoding: Encoding) -> Iterator
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             # From the first file on, a signal must not prevent that they are removed.
-            with stops_held_back():
+            with _stops_deferred():
                 writer = IndexedWriter(prefix, dtype, encoding)
                 stack.callback(writer.discard)
             yield writer
     except OSError as error:
         raise DataError(f"{prefix} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _stops_deferred() -> Iterator[None]:
+    """In the main thread, act on SIGINT and SIGTERM at the end of the block. To block them there would not hold them
+    back: another thread takes them, and the main thread still runs their handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 @contextmanager

@@ -353,7 +353,8 @@ def test_plan_does_not_import_torch() -> None:
     [
         ["run", "quickstart", "data.path=nowhere", "data.tokenizer=null"],
         ["run", "quickstart", "data.tokenizer=nowhere"],
-        ["run", "quickstart", "model={hf: nowhere}"],
+        # A run that has begun does not need that folder.
+        ["run", "quickstart", "model={hf: nowhere}", "name=not-begun"],
         ["generate", "nowhere", "--prompt", "hi"],
         ["eval", "nowhere"],
         ["ckpt", "list", "nowhere"],

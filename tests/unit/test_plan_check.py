@@ -9,7 +9,8 @@ from llmtrain.cli.main import main
 from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.resolve.check import advice, check, check_folders, found_elsewhere
+from llmtrain.plan.resolve.check import advice, check
+from llmtrain.plan.resolve.folders import check_folders, found_elsewhere
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.plan.resolve.prepare import check_and_plan, folders_above
 from llmtrain.recipe.load import load_recipe

@@ -33,7 +33,7 @@ from llmtrain.inference.generate import Sampling, generate
 from llmtrain.model.dtypes import DTYPES
 from llmtrain.model.gpt import GPT
 from llmtrain.model.tensors import model_units
-from llmtrain.plan.resolve.check import found_elsewhere
+from llmtrain.plan.resolve.folders import found_elsewhere
 from llmtrain.sharding.parameters import UnitParameters
 from llmtrain.telemetry.metrics import perplexity_of
 from llmtrain.telemetry.run_file import read_run_file

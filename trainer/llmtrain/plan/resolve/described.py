@@ -9,8 +9,9 @@ from llmtrain_data.tokenizer import tokenizer_size
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.flops import computes_bf16, is_amd
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.check import check_given, has_begun
+from llmtrain.plan.resolve.check import check_given
 from llmtrain.plan.resolve.cluster_source import ranks_of
+from llmtrain.plan.resolve.folders import has_begun
 from llmtrain.plan.resolve.hf_shape import hf_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe

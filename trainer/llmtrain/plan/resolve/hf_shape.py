@@ -6,7 +6,7 @@ from pathlib import Path
 from llmtrain.model.config import GPTConfig
 from llmtrain.model.hf_config import read_hf_config
 from llmtrain.plan.facts import Facts
-from llmtrain.plan.resolve.check import has_begun
+from llmtrain.plan.resolve.folders import has_begun
 from llmtrain.plan.resolve.model_shape import model_shape
 from llmtrain.recipe.load import load_recipe
 from llmtrain.recipe.schema import Recipe

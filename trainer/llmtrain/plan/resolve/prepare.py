@@ -14,7 +14,8 @@ from llmtrain.cluster.load import given_cluster
 from llmtrain.errors import BadInputError
 from llmtrain.plan.facts import Facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve.check import check, check_folders, check_given
+from llmtrain.plan.resolve.check import check, check_given
+from llmtrain.plan.resolve.folders import check_folders
 from llmtrain.plan.resolve.hf_shape import hf_shape
 from llmtrain.plan.resolve.make import make_plan
 from llmtrain.recipe.schema import Recipe
