@@ -100,7 +100,7 @@ def test_a_job_that_loses_a_rank_starts_its_ranks_again(desk: Desk) -> None:
         # So many steps later, the ranks that were started again have saved a checkpoint.
         desk.wait_for_step("lost", reached + 8)
         ranks = [one for one in psutil.process_iter(["cmdline"]) if f"/{number}.yaml" in " ".join(one.info["cmdline"])]
-        next(one for one in ranks if one.info["cmdline"][1:4] == list(TRAIN)).kill()
+        next(one for one in ranks if one.info["cmdline"][1:5] == ["-P", *TRAIN]).kill()
         reached = max(at for kind, at in desk.curve("lost") if kind == "step")
     desk.wait_for_state(number, "COMPLETED")
     assert len(check(desk, "lost", [number], STEPS)) == 2
