@@ -20,9 +20,9 @@ class OffloadConfig:
     the device in buckets, are stepped there, and go back; AxoNN, section V). parameters: where the weights rest that
     the model computes with: none (on the device), host or nvme; a unit's weights then come to the device before they
     are used and leave it after that, as far as `zero.resident` has no room for them. gradients: where the fp32 sums of
-    gradients rest: none (on the device), host or nvme; auto is where the weights do, but on the device or the host
-    where they fit `cluster.accelerator.memory` or `cluster.node.host.memory` and moves then take less time, or on the
-    device where tensor-parallel ranks have to add them up
+    gradients rest: none (on the device), host or nvme; auto is where the weights do, but host in place of nvme where
+    they fit `cluster.node.host.memory`, and on the device where they fit `cluster.accelerator.memory` and moves then
+    take less time, or where tensor-parallel ranks have to add them up
     (`parallel.sequence`, `quantize.gradients`, or on GPUs fp32 of `precision.reduce` or `precision.compute`).
     activations: where the inputs of the groups of activation_checkpointing rest between their forward and their
     backward pass: none (on the device), host or nvme; as many of them as `cluster.accelerator.memory` has room for

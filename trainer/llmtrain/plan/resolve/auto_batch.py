@@ -49,7 +49,7 @@ def batches_that_fit(recipe: Recipe, facts: Facts, plan_of: PlanOf, shared: Plan
     count = _fitting(first, sizes, facts, plan_of, shared)
     if count or not recomputes:
         yield _with_size(first, sizes[max(0, count - 1)])
-    if not recomputes or (count and not moves_often(recipe, facts)):
+    if not recomputes or (count and not weighs_moves(recipe, facts)):
         return
     chosen = None if count else _with_size(replace(recipe, activation_checkpointing="full"), sizes[0])
     # The last product of a group is not recomputed, so that the smallest groups are recomputed in the least time.
@@ -62,13 +62,15 @@ def batches_that_fit(recipe: Recipe, facts: Facts, plan_of: PlanOf, shared: Plan
         yield chosen
 
 
-def moves_often(recipe: Recipe, facts: Facts) -> bool:
-    """Return whether offloaded weights or gradients may move for each microbatch."""
+def weighs_moves(recipe: Recipe, facts: Facts) -> bool:
+    """Return whether a recipe leaves open how often offloaded weights or gradients move: for each microbatch, of which
+    recomputation lets larger ones fit."""
     # A CPU's memory is the host's.
     elsewhere = ("nvme",) if facts.device == "cpu" else ("host", "nvme")
     offload = recipe.offload
     moved = offload.parameters in elsewhere or offload.gradients in elsewhere
-    return moved and recipe.pipeline.schedule != "breadth-first"
+    is_open = recipe.activation_checkpointing == recipe.train.microbatch == "auto"
+    return moved and is_open and recipe.pipeline.schedule != "breadth-first"
 
 
 def _with_size(recipe: Recipe, microbatch: int) -> Recipe:

@@ -33,7 +33,7 @@ from llmtrain.plan.placement import OptimizerBackend, Placement, alignment
 from llmtrain.plan.plan import COMPUTE_BYTES, Batch, Compute, Pipeline, Plan, Sharding, Training
 from llmtrain.plan.record import record_of
 from llmtrain.plan.resolve.auto_activations import with_most_staying
-from llmtrain.plan.resolve.auto_batch import MOST, batches_that_fit, microbatches, moves_often, with_least
+from llmtrain.plan.resolve.auto_batch import MOST, batches_that_fit, microbatches, weighs_moves, with_least
 from llmtrain.plan.resolve.auto_partition import with_larger_parts
 from llmtrain.plan.resolve.auto_resident import Filling
 from llmtrain.plan.resolve.auto_share import keeps_weights_ahead, least_share, most_spare
@@ -68,26 +68,29 @@ def _with_batch(recipe: Recipe, facts: Facts) -> Plan:
     batches = batches_that_fit(recipe, facts, _plan, _with_share)
     plan = _with_gradients(next(batches), facts)
     # The other one computes more, and is planned only where that may pay.
-    if moves_often(recipe, facts) and waits_for_moves(plan) and (other := next(batches, None)) is not None:
+    compares = weighs_moves(recipe, facts) and not plan.recomputes and waits_for_moves(plan)
+    if compares and (other := next(batches, None)) is not None:
         plan = quickest(plan, _with_gradients(other, facts))
     return with_most_staying(plan)
 
 
 def _with_gradients(recipe: Recipe, facts: Facts) -> Plan:
     """Return the plan of a recipe. Where the recipe leaves open where sums of gradients rest, they rest with the
-    weights, or in memory that is stated and that they fit, if less time is spent on moves."""
-    plan, given = _with_spare(recipe, facts), recipe.offload
-    decided = offload_of(recipe, facts.device, plan.compute).gradients
+    weights, but on a host whose stated memory has room for them rather than in files; or on the device, if they fit its
+    stated memory and less time is spent on moves."""
+    given = recipe.offload
+    decided = offload_of(recipe, facts.device, _compute(recipe, facts)).gradients
     if given.gradients != "auto" or decided == "none":
-        return plan
-    plans = [plan]
-    if decided == "nvme" and facts.device != "cpu" and stated_host_memory(facts.cluster, facts.world) is not None:
-        plans.append(_with_spare(replace(recipe, offload=replace(given, gradients="host")), facts))
+        return _with_spare(recipe, facts)
+    host, plan = stated_host_memory(facts.cluster, facts.world), None
+    if decided == "nvme" and host is not None and facts.device != "cpu":
+        plan = _with_spare(replace(recipe, offload=replace(given, gradients="host")), facts)
+    if plan is None or memory_budget(plan).host_excess:
+        plan = _with_spare(recipe, facts)
     staying = replace(recipe, offload=replace(given, gradients="none"))
-    if stated_memory(facts.cluster) is not None and not surely_exceeds(_plan(with_least(staying), facts)):
-        plans.append(_with_spare(staying, facts))
-    if len(plans) == 1:
+    if stated_memory(facts.cluster) is None or surely_exceeds(_plan(with_least(staying), facts)):
         return plan
+    plans = [plan, _with_spare(staying, facts)]
     lacking = [budget.excess + budget.host_excess for budget in map(memory_budget, plans)]
     return quickest(*(one for one, lacks in zip(plans, lacking, strict=True) if lacks == min(lacking)))
 
