@@ -4,7 +4,7 @@ and from the words of other programs that errors translate."""
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -52,11 +52,13 @@ def _names() -> dict[type, list[str]]:
 def _rows(section: type, prefix: str, about: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield key, default, values and effect of the keys of a section that take more than a section. about: its
     schema."""
+    needed = {entry.name for entry in fields(section) if entry.default is entry.default_factory is MISSING}
     for name, hint in section_hints(section).items():
         if all(is_dataclass(option) or option is NoneType for option in options(hint)):
             continue
         key = about["properties"][name]
-        default = "required" if name in about.get("required", ()) else _default(key)
+        # The file's name gives that of a run.
+        default = "required" if name in needed and section is not Recipe else _default(key)
         yield f"`{prefix}{name}`", default, _FAR.sub("", expected(hint)), key.get("description", "")
 
 

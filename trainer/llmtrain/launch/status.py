@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -162,7 +161,7 @@ def seconds_left(rows: Sequence[Row], steps: int) -> float | None:
         return None
     last = logged[-1]
     alike = takewhile(lambda row: _is_like(row.get("step_time_s"), last.get("step_time_s")), reversed(logged))
-    first = deque(alike, maxlen=1).pop()
+    *_, first = alike
     before, now, done = first.get("elapsed_s"), last.get("elapsed_s"), last["step"] - first["step"]
     pace = last.get("step_time_s") if before is None or now is None or done < 1 else (now - before) / done
     left = None if pace is None else pace * (steps - last["step"])

@@ -26,7 +26,7 @@ from llmtrain.plan.offloaded_gradients import offload_of
 from llmtrain.plan.per_rank.roles import roles_of
 from llmtrain.plan.per_rank.states import fits
 from llmtrain.plan.pipeline.actions import Schedule
-from llmtrain.plan.pipeline.layer_split import split_layers, stage_costs
+from llmtrain.plan.pipeline.layer_split import recomputed_flops, split_layers, stage_costs
 from llmtrain.plan.pipeline.schedules import make_schedule, schedule_problems
 from llmtrain.plan.pipeline.stage_layout import stage_layouts_of
 from llmtrain.plan.placement import OptimizerBackend, Placement, alignment
@@ -263,8 +263,8 @@ def _layers(recipe: Recipe, model: GPTConfig, schedule: Schedule, grid: Layout, 
         return (model.layers,)
     given, costs = recipe.pipeline, stage_costs(model, recipe.data.sequence_length)
     if recipe.activation_checkpointing != "none":
-        # A third of a layer's work is in the forward pass. The head is not recomputed.
-        costs = replace(costs, layer=costs.layer * 4 / 3)
+        again = recomputed_flops(model, recipe.data.sequence_length, ends=False)
+        costs = replace(costs, layer=costs.layer + again)
     speeds = facts.speeds or stage_speeds(facts.cluster, grid)
     return split_layers(
         model.layers, schedule.ranks, given.split, costs, speeds, given.alpha, schedule.chunks, schedule.folded
